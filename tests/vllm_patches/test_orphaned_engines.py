@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from vllm_hisparse.vllm_patches import orphaned_engines
 
 pytestmark = pytest.mark.long
 
@@ -37,29 +40,37 @@ PARENT = textwrap.dedent("""
 SCRIPT = {"imports": "", "action": "", "then": "time.sleep(60)", "wait": "ours.recv()", "method": "spawn"}
 
 
-def outlives(tmp_path: Path, name: str, timeout_s: float, **script: str) -> bool:
-    """True if a child of this name is there that long after its parent was killed."""
+def outlives(tmp_path: Path, name: str, timeout_s: float, printed: list[str] | None = None, **script: str) -> bool:
+    """Return True if a child of this name is there that long after its parent was killed.
+
+    Args:
+        tmp_path: directory for the parent's code.
+        name: name of the child.
+        timeout_s: time after which a child has outlived its parent.
+        printed: gets the lines that the child prints after the parent was killed. None: they are not read.
+        script: parts of `PARENT` that differ from `SCRIPT`.
+    """
     path = tmp_path / "parent.py"
     path.write_text(PARENT.format(**{**SCRIPT, **script}))
     with subprocess.Popen([sys.executable, str(path), name], stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert parent.stdout.readline() == "ready\n"
         parent.kill()
+        if printed is not None:
+            printed += parent.stdout.read().splitlines()
     _, alive = psutil.wait_procs([child], timeout=timeout_s)
     if alive:
         os.kill(child.pid, signal.SIGKILL)
     return bool(alive)
 
 
-@pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False), ("VllmWorker-0", False)])
+@pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("EngineCore_DP1", True), ("Worker", False)])
 def test_an_engine_core_ends_with_its_parent(tmp_path: Path, name: str, ends: bool):
     imports, action = "from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent", "end_with_parent()"
     assert outlives(tmp_path, name, 10 if ends else 1, imports=imports, action=action) is not ends
 
 
-def test_a_worker_that_hangs_while_it_ends_is_killed(tmp_path: Path):
-    """It has a second here. It sleeps in C with Python's lock held, as in a destructor of an extension."""
-    imports = """
+HANGING = textwrap.dedent("""
     import ctypes, signal
     from vllm_hisparse.vllm_patches import orphaned_engines
     orphaned_engines.GRACE_S = 1
@@ -68,9 +79,59 @@ def test_a_worker_that_hangs_while_it_ends_is_killed(tmp_path: Path):
         while not signal.getitimer(signal.ITIMER_REAL)[0]:
             time.sleep(0.01)
         ctypes.PyDLL(None).sleep(60)
-    """
-    script = {"imports": textwrap.dedent(imports), "action": "orphaned_engines.end_with_parent()", "then": "hang()"}
-    assert not outlives(tmp_path, "VllmWorker-0", 20, **script)
+
+    {before}
+""")
+HANGS = {"action": "orphaned_engines.end_with_parent()", "then": "hang()"}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN)",
+        "signal.signal(signal.SIGALRM, print)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})",
+    ],
+)
+def test_a_worker_that_hangs_while_it_ends_is_killed(tmp_path: Path, before: str):
+    """It has a second here. It sleeps in C with Python's lock held, as in a destructor of an extension."""
+    assert not outlives(tmp_path, "VllmWorker-0", 20, imports=HANGING.format(before=before), **HANGS)
+
+
+def test_forked_workers_that_hang_are_killed(tmp_path: Path):
+    """The second one keeps the pipe open by which the first one would learn that its parent is gone."""
+    wait = """ours.recv()
+    second = context.Process(name="VllmWorker-1", target=child, args=(theirs,))
+    second.start()
+    ours.recv()"""
+    action = """if multiprocessing.current_process().name == "VllmWorker-1":
+        orphaned_engines.GRACE_S = 20
+    orphaned_engines.end_with_parent()"""
+    script = {"imports": HANGING.format(before=""), "action": action, "then": "hang()", "wait": wait, "method": "fork"}
+    assert not outlives(tmp_path, "VllmWorker-0", 12, **script)
+
+
+def test_a_worker_has_time_to_end(tmp_path: Path):
+    """The alarm is set as soon as the parent is gone, and rings `GRACE_S` later."""
+    imports = "from vllm_hisparse.vllm_patches import orphaned_engines; import signal"
+    then = """while not (left := signal.getitimer(signal.ITIMER_REAL)[0]):
+        time.sleep(0.01)
+    print("left", left, flush=True)"""
+    lines: list[str] = []
+    script = {"imports": imports, "action": "orphaned_engines.end_with_parent()", "then": then}
+    assert not outlives(tmp_path, "VllmWorker-0", 20, lines, **script)
+    left = next(float(line.split()[1]) for line in lines if line.startswith("left"))
+    assert orphaned_engines.GRACE_S - 5 < left <= orphaned_engines.GRACE_S
+
+
+def test_vllm_names_processes_so() -> None:
+    """Nothing but their names tells EngineCores and workers from other processes."""
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    assert f'name=f"{orphaned_engines.WORKER}' in inspect.getsource(WorkerProc.make_worker_process)
+    assert f'"{orphaned_engines.ENGINE}' in inspect.getsource(CoreEngineProcManager.__init__)
 
 
 def test_a_forked_engine_core_ends_with_its_parent(tmp_path: Path):

@@ -525,9 +525,12 @@ def test_a_pool_that_is_too_large_for_managed_memory(report: Report, monkeypatch
     assert measured == ["pinned"] and found(report)["managed memory"] == "note"
 
 
-def test_pinned_memory_is_measured_after_a_failure(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["why_not_managed", "allocate_managed"])
+def test_pinned_memory_is_measured_after_a_failure(
+    report: Report, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     measured: list[str] = []
-    monkeypatch.setattr(managed_memory, "allocate_managed", Mock(side_effect=RuntimeError("too little memory")))
+    monkeypatch.setattr(managed_memory, failing, Mock(side_effect=RuntimeError("too little memory")))
     monkeypatch.setattr(pinned_memory, "PinnedMemory", Pinned)
     monkeypatch.setattr(rates, "measure_copies", lambda *_: None)
     monkeypatch.setattr(rates, "measure_rows", lambda report, view, device, memory: measured.append(memory))

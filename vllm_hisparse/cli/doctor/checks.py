@@ -194,7 +194,7 @@ def check_memory(report: Report, host_pool_gib: float) -> bool:
         report.add("locked memory", Status.ok, "unlimited")
     else:
         enough = soft >= host_pool_gib * GIB
-        advice = "RDMA locks the host pool: ulimit -l unlimited, or LimitMEMLOCK in the container runtime."
+        advice = "Pinning and RDMA lock the host pool: ulimit -l unlimited, or LimitMEMLOCK in the container runtime."
         report.add(
             "locked memory", Status.ok if enough else Status.warning, f"{soft / GIB:.2f} GiB", "" if enough else advice
         )

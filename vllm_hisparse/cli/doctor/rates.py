@@ -40,11 +40,11 @@ def measure_managed(report: Report, host_pool_gib: float, device: torch.device) 
         why_not_managed,
     )
 
-    if (reason := why_not_managed(int(host_pool_gib * GIB))) is not None:
-        report.add("managed memory", Status.note, f"not measured: {reason}", "Host pools of this size are pinned here.")
-        return False
     start = time.perf_counter()
     try:
+        if (reason := why_not_managed(int(host_pool_gib * GIB))) is not None:
+            report.add("managed memory", Status.note, f"not measured: {reason}")
+            return False
         memory = torch.frombuffer(allocate_managed(int(host_pool_gib * GIB)), dtype=torch.uint8)
         report.rates["fill_s"] = time.perf_counter() - start
         measure_rows(report, ManagedMemory().device_view(memory), device, "managed")
@@ -54,7 +54,8 @@ def measure_managed(report: Report, host_pool_gib: float, device: torch.device) 
     except (RuntimeError, OSError) as error:  # pinned memory is measured all the same
         report.add("managed memory", Status.warning, in_one_line(error))
         return False
-    report.add("managed memory", Status.ok, f"{report.rates['fill_s']:.1f} s for {host_pool_gib:g} GiB")
+    found = f"{report.rates['fill_s']:.1f} s for {host_pool_gib:g} GiB"
+    report.add("managed memory", Status.ok, found, "A pool that does not fit beside the weights is pinned.")
     return True
 
 

@@ -160,9 +160,9 @@ def _may_be_managed(num_bytes: int, kind: MemoryKind) -> bool:
     if (reason := why_not_managed(num_bytes)) is None:
         return True
     if kind == "managed":
-        logger.warning("HiSparse: host_pool_memory is 'managed', but %s.", reason)
+        logger.warning("HiSparse: %s. If the GPU stalls, remove host_pool_memory, so that the pool is pinned.", reason)
         return True
-    logger.info("HiSparse: the host pool is pinned, because %s (host_pool_memory is 'auto').", reason)
+    logger.info("HiSparse: the host pool is pinned, because %s. To try it, set host_pool_memory to managed.", reason)
     return False
 
 

@@ -31,16 +31,20 @@ class NoManagedMemoryError(RuntimeError):
 def why_not_managed(num_bytes: int) -> str | None:
     """Return why memory of this size should not be managed: it is larger than the current device's free memory.
 
-    Such memory has not been tried. It should never move to the device, but if it did, the device could be blocked.
+    NOTE: such memory has not been tried. It should never move to the device, but if it did, the device could stall. An
+    engine asks before it takes device memory for KV, so more is free than later.
 
     Returns:
         The reason, as a clause; None if the memory is small enough, or if there is no CUDA device.
+
+    Raises:
+        RuntimeError: the device cannot be used.
     """
     if not torch.cuda.is_available() or num_bytes <= (free := torch.cuda.mem_get_info()[0]):
         return None
     return (
-        f"it has {num_bytes / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB of the GPU's memory are free, and managed "
-        "memory that is larger than that has not been tried"
+        f"a pool of {num_bytes / 2**30:.2f} GiB is larger than the GPU's free memory of {free / 2**30:.2f} GiB, and "
+        "managed memory of such a size has not been tried"
     )
 
 
