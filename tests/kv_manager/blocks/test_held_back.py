@@ -66,6 +66,24 @@ def test_a_request_waits_for_predictions_only_so_long(monkeypatch: pytest.Monkey
     engine.check_idle()
 
 
+@pytest.mark.parametrize("number", [None, 2])
+def test_imports_that_hang_hold_nobody_back_for_long(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
+    """Neither in a new engine, nor with as many imports as the limit. The prefill instance never sends anything."""
+    engine = make_engine(role="kv_consumer", enable_caching=False)
+    if number is not None:
+        limit(engine, number)
+    for name in "ab":
+        engine.ask_remote(name, prompt(name), max_tokens=4)
+        run(engine, 1)
+    assert len(engine.loading) == 2
+    engine.ask("local", prompt("x"), max_tokens=4)
+    run(engine, 20)
+    assert not engine.running and engine.tracker.obstacles == {"local": Obstacle.HELD_BACK}
+    monkeypatch.setattr(request_tracker, "HUNG_S", 0.0)
+    run(engine, 1)
+    assert [request.request_id for request in engine.running] == ["local"]
+
+
 def test_metrics_show_no_limit_that_does_not_decide() -> None:
     engine = make_engine()
     for missing in range(admission.DECISIONS, 0, -1):

@@ -98,19 +98,16 @@ def test_host_blocks_wait_for_the_step_in_flight_alone() -> None:
 
 
 def test_host_blocks_follow_hot_blocks_that_are_lent_at_once() -> None:
-    """To a request that is being transferred, in a step for which vLLM asks for no block."""
-    engine = ScriptedEngine(20, is_elastic=True, role="kv_consumer")
-    ended = engine.ask("ended", list(range(50, 70)))
-    while not ended.num_output_tokens:
+    """To a running request, in a step for which vLLM asks for no block."""
+    engine = ScriptedEngine(20, is_elastic=True)
+    ended, other = (engine.ask(name, list(range(50, 62)), max_tokens=12) for name in ("ended", "other"))
+    while not (ended.num_output_tokens and other.num_output_tokens):
         engine.turn()
-    engine.ask_remote("remote", list(range(20)))
-    engine.turns(3)
-    assert [request.request_id for request in engine.loading] == ["remote"]
     first_hot_block = engine.tracker.hot_blocks("ended")[0]
     engine.abort("ended")
     engine.begin(budget=0)
-    assert first_hot_block in engine.tracker.admitted["remote"].lent
-    assert engine.host_pool.num_used == len(engine.host_pool.block_ids("remote"))
+    assert first_hot_block in engine.tracker.admitted["other"].lent
+    assert engine.host_pool.num_used == len(engine.host_pool.block_ids("other"))
     engine.end()
     engine.run_to_end()
     engine.check_idle()

@@ -55,6 +55,22 @@ def decode(engine: ScriptedEngine, num_steps: int) -> None:
             assert list(engine.worker.hot_block_tables[first_hot_block_id]) == block_ids
 
 
+def test_a_request_is_lent_blocks_when_its_kv_has_come() -> None:
+    """Before, it computes nothing, and another request can use them."""
+    engine = ScriptedEngine(44, 64, device_buffer_size=BUFFER, is_elastic=True, role="kv_consumer")
+    imported = engine.ask_remote("imported", list(range(16)), max_tokens=4)
+    engine.turn()
+    assert engine.loading == [imported]
+    running = engine.ask("running", list(range(100, 108)), max_tokens=24)
+    engine.turns(STEPS_PER_BALANCE + 1)
+    assert engine.running == [running] and num_lent(engine, "running") and not num_lent(engine, "imported")
+    engine.receive()
+    engine.turn()
+    assert imported in engine.running and num_lent(engine, "imported")
+    engine.run_to_end()
+    engine.check_idle()
+
+
 def test_a_sequence_is_hot_as_a_whole_while_there_is_room() -> None:
     engine = make_engine(80)
     request = engine.ask("a", list(range(12)), max_tokens=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 STEPS_PER_BALANCE = 16  # steps between two divisions of free blocks, if no blocks are needed earlier
 STEPS_IN_FLIGHT = 2  # steps whose tokens the scheduler does not know yet, at most
 MAX_STEPS_OF_REFUSAL = 8  # consecutive steps that refuse a request for want of device blocks; then all lent ones return
+HUNG_S = 10.0  # seconds after which a request whose KV is still being pulled does not count as running any more
 SLACK_SHARE = 1 / 4  # share of the reserve that stays free in addition, so that it lasts until the next balance
 
 
@@ -58,6 +60,7 @@ class AdmittedRequest:
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
         restored_in: number of the step that restores what a prefill instance has sent; 0: none does.
+        admitted_at: time of its admission, in seconds of `time.monotonic`.
     """
 
     first_hot_block_id: int
@@ -75,6 +78,7 @@ class AdmittedRequest:
     is_decoding: bool = False
     last_start: int = 0
     restored_in: int = 0
+    admitted_at: float = field(default_factory=time.monotonic)
 
     def record_step_start(self, num_computed_tokens: int) -> bool:
         """Record where a step starts; True if it starts before the start of the last step that the worker knows."""
@@ -171,7 +175,7 @@ class RequestTracker:
         # Lending
         sizes = self.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
         self._needs = BlockNeeds(self.spec, *sizes)
-        self._balanced: set[str] = set()  # requests that held blocks at the last balance
+        self._balanced: dict[str, bool] = {}  # request id -> whether its KV was pulled, at the last balance
         self._num_complete_requests = 0
         self._steps_to_balance = self._steps_of_refusal = 0
         self._num_wanted = self._num_taken_back = 0
@@ -265,13 +269,21 @@ class RequestTracker:
         return self.admission.holds_back(self._num_running(), lambda: needed <= num_blocks)
 
     def _num_running(self) -> int:
-        """Return the number of requests that hold blocks.
+        """Return the number of requests that hold blocks, and run or will soon.
 
-        Sessions between two turns do not count, nor requests that ended while their KV was pulled.
+        Sessions between two turns do not count, nor requests that ended while their KV was pulled, nor requests whose
+        KV has not come for `HUNG_S`, because their prefill instance may hang.
         """
-        admitted = self.admitted.keys() & self.requests.keys()
-        held = self.sessions & admitted if self.sessions else ()
-        return len(admitted) - sum(self.requests[name].status != RequestStatus.RUNNING for name in held)
+        now = time.monotonic()
+
+        def runs(name: str, admitted: AdmittedRequest) -> bool:
+            if (request := self.requests.get(name)) is None:
+                return False
+            if name in self.sessions:
+                return request.status == RequestStatus.RUNNING
+            return not _is_pulled(request) or now - admitted.admitted_at < HUNG_S
+
+        return sum(runs(name, admitted) for name, admitted in self.admitted.items())
 
     # Blocks
 
@@ -469,11 +481,12 @@ class RequestTracker:
     def _balance(self, num_scheduled: Mapping[str, int]) -> None:
         """Lend blocks or take them back, if a balance is due or blocks are needed.
 
-        A balance is due every `STEPS_PER_BALANCE` steps, and when other requests hold blocks than at the last one.
+        A balance is due every `STEPS_PER_BALANCE` steps, and when other requests can use blocks than at the last one.
         """
         self._steps_of_refusal = self._steps_of_refusal + 1 if self._asked is not None else 0
         self._steps_to_balance -= 1
-        is_due = self._steps_to_balance <= 0 or self.admitted.keys() != self._balanced
+        users = {name: name in self.requests and _is_pulled(self.requests[name]) for name in self.admitted}
+        is_due = self._steps_to_balance <= 0 or users != self._balanced
         if is_due:
             if self.admission:
                 lengths = [admitted.num_tokens for admitted in self.admitted.values()]
@@ -484,7 +497,7 @@ class RequestTracker:
         num_available = self.block_pool.get_num_free_blocks() - self._num_to_keep_free(num_growing, num_scheduled)
         if not is_due and (num_available >= 0 or not any(admitted.lent for admitted in self.admitted.values())):
             return
-        self._balanced, self._steps_to_balance = set(self.admitted), STEPS_PER_BALANCE
+        self._balanced, self._steps_to_balance = users, STEPS_PER_BALANCE
         borrowers = {name: self._borrower(name, admitted) for name, admitted in self.admitted.items()}
         num_blocks = num_available + sum(borrower.num_lent for borrower in borrowers.values())
         num_blocks = max(num_blocks - int(SLACK_SHARE * num_growing), 0)
@@ -548,11 +561,12 @@ class RequestTracker:
     def _borrower(self, request_id: str, admitted: AdmittedRequest) -> Borrower:
         """Describe a request for `plan`.
 
-        NOTE: a request is lent nothing before it has all of its own hot blocks, or after it has ended.
+        NOTE: a request is lent nothing before it has all of its own hot blocks, while its KV is pulled, because it
+        computes nothing then, or after it has ended.
         """
         num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
         request = self.requests.get(request_id)
-        if request is None or num_own < self._needs.num_complete:
+        if request is None or num_own < self._needs.num_complete or _is_pulled(request):
             return Borrower(num_lent, 0, 0)
         num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.layout.max_query_len
         least, most = (
@@ -745,6 +759,11 @@ class RequestTracker:
             ("preempted", self.host_pool.preempted()),
         )
         return {name: left for name, left in kinds if left}
+
+
+def _is_pulled(request: Request) -> bool:
+    """Return True if the request waits for KV from a prefill instance."""
+    return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def _first_difference(new: list[int], old: list[int]) -> int:
