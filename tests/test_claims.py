@@ -162,7 +162,7 @@ def test_beside_sglang_with_a_draft_and_where_nothing_is_copied() -> None:
     (ours, its) = (
         cell("full_depth_peers_drafts", "tokens_per_step", system=each, context=32768) for each in ("ours", "sglang")
     )
-    claim = f"it got {its:.2f} tokens per step and request in the first line, and the plugin {ours:.2f}"
+    claim = f"SGLang's HiSparse got {its:.2f} tokens per step and request in the first line, and the plugin {ours:.2f}"
     assert claim in section("## Beside the peers")
 
 
