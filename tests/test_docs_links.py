@@ -40,6 +40,14 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_blocks_begin_and_end(document: Path) -> None:
+    """A fence is a line of its own: a language at most follows it, and nothing is before it."""
+    lines = document.read_text().splitlines()
+    fences = [line for line in lines if "```" in line]
+    assert all(re.fullmatch(r"\s*```\w*", line) for line in fences) and len(fences) % 2 == 0
+
+
 def test_every_page_can_be_reached() -> None:
     """Every page can be reached from the README over links."""
     seen, to_read = set(), [ROOT / "README.md"]

@@ -199,6 +199,7 @@ class HiSparseSchedulerConnector:
                 if learner:
                     learner.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
+            self.tracker.pull_ended(request_id)
             received = self.counts.transfer_ended(request_id, request_id in failed)
             if received and request_id in self.tracker.requests:
                 if self.layout.receives_on_host:
@@ -302,6 +303,7 @@ class HiSparseSchedulerConnector:
         num_shared = self.tracker.admitted[request_id].num_matched_tokens // self.layout.block_size
         self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
+            self.tracker.pull_begins(request_id, request.kv_transfer_params["remote_engine_id"])
             num_device = sum(block.block_hash is None for block in device_blocks or ())
             self.counts.transfer_started(request_id, len(host_ids) - num_shared, num_device)
 

@@ -54,10 +54,9 @@ def end_with_parent() -> None:
 def _end_after_parent(end: Callable[[], None]) -> None:
     # NOTE: a spawned process imports vLLM before it knows its parent. The parent may be gone by then: its sentinel, a
     # pipe, is ready at once. Processes that the parent has forked later keep the pipe open, hence the process id.
-    parent_id = os.getppid()
     while (parent := multiprocessing.parent_process()) is None:
         time.sleep(0.1)
-    while not wait([parent.sentinel], _LOOK_S) and os.getppid() == parent_id:
+    while not wait([parent.sentinel], _LOOK_S) and os.getppid() == parent.pid:
         pass
     end()
 
@@ -71,7 +70,7 @@ def _kill_later() -> None:
 
     The signal may be ignored, handled or blocked, for example by the test runner from which the process was forked.
     """
-    logger.warning("HiSparse: the EngineCore is gone. This worker is killed in %d s if it has not ended.", GRACE_S)
+    logger.warning("HiSparse: this worker's parent is gone. The worker is killed in %d s if it has not ended.", GRACE_S)
     ctypes.CDLL(None).signal(signal.SIGALRM, 0)  # 0: end the process. Python allows it on the main thread alone.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     signal.alarm(GRACE_S)

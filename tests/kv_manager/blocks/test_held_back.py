@@ -8,7 +8,7 @@ import pytest
 from campaign.script import ScriptedEngine
 
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
-from vllm_hisparse.kv_manager.blocks import admission, request_tracker
+from vllm_hisparse.kv_manager.blocks import admission, pulls, request_tracker
 from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl, Demand
 from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle
 from vllm_hisparse.kv_manager.usage import SIZES, Usage
@@ -79,9 +79,29 @@ def test_imports_that_hang_hold_nobody_back_for_long(monkeypatch: pytest.MonkeyP
     engine.ask("local", prompt("x"), max_tokens=4)
     run(engine, 20)
     assert not engine.running and engine.tracker.obstacles == {"local": Obstacle.HELD_BACK}
-    monkeypatch.setattr(request_tracker, "HUNG_S", 0.0)
+    monkeypatch.setattr(pulls, "HUNG_S", 0.0)
     run(engine, 1)
     assert [request.request_id for request in engine.running] == ["local"]
+
+
+def test_a_request_whose_pull_failed_holds_nobody_back() -> None:
+    """vLLM asks for it before it asks for a request whose KV has come, so it does not wait for a limit that fell."""
+    engine = make_engine(num_device_blocks=60, role="kv_consumer", enable_caching=False)
+    limit(engine, 3)
+    local = engine.ask("local", prompt("x"), max_tokens=10)
+    run(engine, 1)
+    engine.nixl.failure_share = 1.0
+    engine.ask_remote("failed", prompt("a"), max_tokens=4)
+    engine.begin(budget=40)
+    engine.nixl.failure_share = 0.0
+    came = engine.ask_remote("came", prompt("b"), max_tokens=4)
+    engine.end()
+    engine.begin(budget=40)
+    engine.half.admission.limit = 1
+    engine.end()
+    engine.receive()
+    run(engine, 2)
+    assert local in engine.running and came in engine.running
 
 
 def test_metrics_show_no_limit_that_does_not_decide() -> None:

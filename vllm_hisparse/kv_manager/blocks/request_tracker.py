@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,6 +15,7 @@ from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl, Demand
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
 from vllm_hisparse.kv_manager.blocks.lending import BlockNeeds, Borrower, blocks_wanted, plan
+from vllm_hisparse.kv_manager.blocks.pulls import Pulls
 from vllm_hisparse.kv_manager.blocks.sessions import cut_long_sessions
 from vllm_hisparse.kv_manager.groups import DeviceGroups
 from vllm_hisparse.kv_manager.metadata import BlockPairs, HiSparseMetadata
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 STEPS_PER_BALANCE = 16  # steps between two divisions of free blocks, if no blocks are needed earlier
 STEPS_IN_FLIGHT = 2  # steps whose tokens the scheduler does not know yet, at most
 MAX_STEPS_OF_REFUSAL = 8  # consecutive steps that refuse a request for want of device blocks; then all lent ones return
-HUNG_S = 10.0  # seconds after which a request whose KV is still being pulled does not count as running any more
 SLACK_SHARE = 1 / 4  # share of the reserve that stays free in addition, so that it lasts until the next balance
 
 
@@ -60,7 +59,6 @@ class AdmittedRequest:
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
         restored_in: number of the step that restores what a prefill instance has sent; 0: none does.
-        admitted_at: time of its admission, in seconds of `time.monotonic`.
     """
 
     first_hot_block_id: int
@@ -78,7 +76,6 @@ class AdmittedRequest:
     is_decoding: bool = False
     last_start: int = 0
     restored_in: int = 0
-    admitted_at: float = field(default_factory=time.monotonic)
 
     def record_step_start(self, num_computed_tokens: int) -> bool:
         """Record where a step starts; True if it starts before the start of the last step that the worker knows."""
@@ -133,6 +130,7 @@ class RequestTracker:
         obstacles: request id -> why the request could not start when vLLM last asked for it. vLLM asks for the first
             request of its queue, so most requests behind it have no entry.
         kept: device blocks of preempted requests that are being copied to the host.
+        pulls: requests whose KV is being pulled from prefill instances.
     """
 
     def __init__(
@@ -160,6 +158,8 @@ class RequestTracker:
         self.admitted: dict[str, AdmittedRequest] = {}
         self.obstacles: dict[str, Obstacle] = {}
         self.kept: list[KVCacheBlock] = []
+        self.pulls = Pulls()
+        self._were_admitted: set[str] = set()  # requests that hold or held blocks
         self._matches: dict[str, HostMatch] = {}
         self._ran_during_reset: set[str] = set()  # requests that held blocks when the host prefix cache was emptied
         # Contents of the next metadata
@@ -175,7 +175,7 @@ class RequestTracker:
         # Lending
         sizes = self.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
         self._needs = BlockNeeds(self.spec, *sizes)
-        self._balanced: dict[str, bool] = {}  # request id -> whether its KV was pulled, at the last balance
+        self._balanced: set[str] = set()  # requests that held blocks at the last balance
         self._num_complete_requests = 0
         self._steps_to_balance = self._steps_of_refusal = 0
         self._num_wanted = self._num_taken_back = 0
@@ -200,6 +200,8 @@ class RequestTracker:
         self.requests.pop(request_id, None)
         self.sessions.discard(request_id)
         self._ran_during_reset.discard(request_id)
+        self._were_admitted.discard(request_id)
+        self.pulls.forget(request_id)
         self._matches.pop(request_id, None)
         self.obstacles.pop(request_id, None)
         self.host_pool.forget(request_id)
@@ -211,6 +213,17 @@ class RequestTracker:
         self.host_pool.reset_cache()
         # NOTE: the other requests start from their first token again, because the pool has forgotten their blocks.
         self._ran_during_reset = self.admitted.keys() & self.requests.keys()
+
+    # Pulls
+
+    def pull_begins(self, request_id: str, instance: str) -> None:
+        """Record that a request's KV is being pulled from a prefill instance."""
+        self.pulls.begin(request_id, instance)
+
+    def pull_ended(self, request_id: str) -> None:
+        """Record that a request's KV has come, or cannot come. From the next step on, it may be lent blocks."""
+        if self.pulls.came(request_id):
+            self._steps_to_balance = 0
 
     # Waiting
 
@@ -260,9 +273,10 @@ class RequestTracker:
     def _is_held_back(self, request_id: str, num_tokens: int) -> bool:
         """Return True if a request that holds no blocks has to wait, although there may be room for it.
 
-        A request that was preempted has run before, and so may run again.
+        A request that has held blocks does not wait: it was preempted, or its KV could not be pulled. In the latter
+        case, requests whose KV has come are behind it in vLLM's queue.
         """
-        if self.admission is None or self.requests[request_id].num_preemptions:
+        if self.admission is None or request_id in self._were_admitted:
             return False
         num_blocks = self.block_pool.num_gpu_blocks - 1 - self._num_whole_blocks
         needed = self.spec.num_request_blocks(self.requests[request_id].num_tokens, is_whole=True)
@@ -272,18 +286,12 @@ class RequestTracker:
         """Return the number of requests that hold blocks, and run or will soon.
 
         Sessions between two turns do not count, nor requests that ended while their KV was pulled, nor requests whose
-        KV has not come for `HUNG_S`, because their prefill instance may hang.
+        prefill instance hangs.
         """
-        now = time.monotonic()
-
-        def runs(name: str, admitted: AdmittedRequest) -> bool:
-            if (request := self.requests.get(name)) is None:
-                return False
-            if name in self.sessions:
-                return request.status == RequestStatus.RUNNING
-            return not _is_pulled(request) or now - admitted.admitted_at < HUNG_S
-
-        return sum(runs(name, admitted) for name, admitted in self.admitted.items())
+        admitted = self.admitted.keys() & self.requests.keys()
+        held = self.sessions & admitted if self.sessions else ()
+        num_idle = sum(name not in self.pulls and self.requests[name].status != RequestStatus.RUNNING for name in held)
+        return len(admitted) - num_idle - self.pulls.num_hung()
 
     # Blocks
 
@@ -428,6 +436,7 @@ class RequestTracker:
             num_saved_blocks=num_full,
             num_published_blocks=num_full,
         )
+        self._were_admitted.add(request_id)
         return self.admitted[request_id]
 
     def _preempt(self, request: Request, admitted: AdmittedRequest) -> None:
@@ -481,12 +490,12 @@ class RequestTracker:
     def _balance(self, num_scheduled: Mapping[str, int]) -> None:
         """Lend blocks or take them back, if a balance is due or blocks are needed.
 
-        A balance is due every `STEPS_PER_BALANCE` steps, and when other requests can use blocks than at the last one.
+        A balance is due every `STEPS_PER_BALANCE` steps, when other requests hold blocks than at the last one, and when
+        a request's KV has come.
         """
         self._steps_of_refusal = self._steps_of_refusal + 1 if self._asked is not None else 0
         self._steps_to_balance -= 1
-        users = {name: name in self.requests and _is_pulled(self.requests[name]) for name in self.admitted}
-        is_due = self._steps_to_balance <= 0 or users != self._balanced
+        is_due = self._steps_to_balance <= 0 or self.admitted.keys() != self._balanced
         if is_due:
             if self.admission:
                 lengths = [admitted.num_tokens for admitted in self.admitted.values()]
@@ -497,7 +506,7 @@ class RequestTracker:
         num_available = self.block_pool.get_num_free_blocks() - self._num_to_keep_free(num_growing, num_scheduled)
         if not is_due and (num_available >= 0 or not any(admitted.lent for admitted in self.admitted.values())):
             return
-        self._balanced, self._steps_to_balance = users, STEPS_PER_BALANCE
+        self._balanced, self._steps_to_balance = set(self.admitted), STEPS_PER_BALANCE
         borrowers = {name: self._borrower(name, admitted) for name, admitted in self.admitted.items()}
         num_blocks = num_available + sum(borrower.num_lent for borrower in borrowers.values())
         num_blocks = max(num_blocks - int(SLACK_SHARE * num_growing), 0)
@@ -566,7 +575,7 @@ class RequestTracker:
         """
         num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
         request = self.requests.get(request_id)
-        if request is None or num_own < self._needs.num_complete or _is_pulled(request):
+        if request is None or num_own < self._needs.num_complete or request_id in self.pulls:
             return Borrower(num_lent, 0, 0)
         num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.layout.max_query_len
         least, most = (
@@ -748,6 +757,8 @@ class RequestTracker:
             ("obstacles", self.obstacles),
             ("matches", self._matches),
             ("ran during a reset", self._ran_during_reset),
+            ("were admitted", self._were_admitted),
+            ("pulls", self.pulls),
             ("changed", self._changed),
             ("changed tables", self._tables_changed),
             ("released", self._released),
@@ -759,11 +770,6 @@ class RequestTracker:
             ("preempted", self.host_pool.preempted()),
         )
         return {name: left for name, left in kinds if left}
-
-
-def _is_pulled(request: Request) -> bool:
-    """Return True if the request waits for KV from a prefill instance."""
-    return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 def _first_difference(new: list[int], old: list[int]) -> int:
