@@ -112,8 +112,8 @@ class NixlSchedulerTransport:
         num_shared: int,
         device_blocks: Sequence[KVCacheBlock] | None,
         num_external_tokens: int,
-    ) -> None:
-        """Pull the prompt's KV.
+    ) -> str:
+        """Pull the prompt's KV; return the engine id of the prefill instance.
 
         Args:
             request: the request.
@@ -130,6 +130,7 @@ class NixlSchedulerTransport:
         if self._receives_on_host:
             blocks = host_blocks, host_blocks
         self.connector.update_state_after_alloc(self._seen_by_nixl(request), KVCacheBlocks(blocks), num_external_tokens)
+        return self._accepted[request.request_id]["remote_engine_id"]
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput

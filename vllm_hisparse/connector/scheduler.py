@@ -301,9 +301,9 @@ class HiSparseSchedulerConnector:
         if resident_id is not None and not self.layout.receives_on_host:
             device_blocks = blocks.blocks[resident_id]
         num_shared = self.tracker.admitted[request_id].num_matched_tokens // self.layout.block_size
-        self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
+        instance = self.transport.start(request, host_ids, num_shared, device_blocks, num_external_tokens)
         if num_external_tokens:
-            self.tracker.pull_begins(request_id, request.kv_transfer_params["remote_engine_id"])
+            self.tracker.pull_begins(request_id, instance)
             num_device = sum(block.block_hash is None for block in device_blocks or ())
             self.counts.transfer_started(request_id, len(host_ids) - num_shared, num_device)
 
