@@ -41,6 +41,8 @@ from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_i
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step, has_timed_narrow_keys
 from vllm_hisparse.kv_manager.blocks.step_form import StepForm
 from vllm_hisparse.kv_manager.usage import Usage
+from vllm_hisparse.layout import BLOCK_SIZE
+from vllm_hisparse.ops.limits import MAX_HOT_ROWS
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -808,6 +810,81 @@ def test_refusals(words: tuple[str, ...], expected: str) -> None:
     assert expected in refusal(*words)
 
 
+def test_several_mtp_layers_draft_one_token(tmp_path: Path) -> None:
+    """The engine refuses more drafts."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["DeepSeek-V3.2"] | {"num_nextn_predict_layers": 3}))
+    words = (str(tmp_path), "--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--drafts")
+    assert "--speculative-config" in planned(*words, "1")["commands"]["decode"]
+    message = refusal(*words, "2")
+    assert "--drafts" in message and "got 2, expected 1:" in message and "has 3 MTP layers" in message
+
+
+@pytest.mark.parametrize(("model", "unit"), [("GLM-5", 1), ("Llama-3.1-8B", 16), ("MiniMax-M3", 16)])
+def test_buffers_are_as_large_as_the_kernels_take(model: str, unit: int) -> None:
+    words, most = (model, "--tensor-parallel-size", "8", "--device-buffer-size"), (MAX_HOT_ROWS - BLOCK_SIZE) * unit
+    assert f'"device_buffer_size": {most}' in planned(*words, str(most))["commands"]["decode"]
+    assert f"expected at most {most}, the rows that the kernels take" in refusal(*words, str(most + unit))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        (None, 16),
+        ({}, 16),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4),
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+    ],
+)
+def test_bits_of_weights(quantization: dict | None, bits: int) -> None:
+    """In 4 bits, a weight has half a byte, and a scale of one byte for 32 weights."""
+    config = PRESETS["Llama-3.3-70B"] | {"quantization_config": quantization}
+    shape, bf16 = (ModelShape.from_config("m", config, "auto", dtype) for dtype in ("auto", "bfloat16"))
+    head = 2 * config["hidden_size"] * config["vocab_size"]
+    share = {16: 1.0, 8: 0.5, 4: (0.5 + 1 / 32) / 2}[bits]
+    assert shape.weight_bits == bits
+    assert shape.weight_bytes - head == pytest.approx((bf16.weight_bytes - head) * share)
+    assert ModelShape.from_config("m", config, "auto", "fp8").weight_bits == 8
+
+
+@pytest.mark.parametrize(
+    ("quantization", "got"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "got gptq with weights of 3 bits"),
+        ({"quant_method": "quark", "bits": [4]}, "got quark with weights of [4] bits"),
+        ({"quant_method": "quark"}, "got quark with an unknown number of bits"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "of 4 and 8 bits"),
+        ({"config_groups": {"a": {"weights": None}, "b": 3}}, "got no quant_method with an unknown number of bits"),
+    ],
+)
+def test_bits_that_are_unknown_are_refused(quantization: dict, got: str) -> None:
+    config = PRESETS["Llama-3.3-70B"] | {"quantization_config": quantization}
+    with pytest.raises(ModelError, match=f"quantization_config of config.json: .*{re.escape(got)}"):
+        ModelShape.from_config("m", config, "auto")
+    assert ModelShape.from_config("m", config, "auto", "fp8").weight_bits == 8
+
+
+def test_a_plan_says_how_weights_in_4_bits_are_counted(tmp_path: Path) -> None:
+    config = PRESETS["Llama-3.1-8B"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    four, bf16 = planned(str(tmp_path)), planned(str(tmp_path), "--weight-dtype", "bfloat16")
+    assert "a scale of one byte for every 32" in four["confidence"] and "4 bits" not in bf16["confidence"]
+    assert four["weights_gib_per_gpu"] < 0.35 * bf16["weights_gib_per_gpu"]
+
+
+def of_blocks(**changes: Any) -> dict[str, Any]:
+    """Configuration of MiniMax-M3 with other sizes of its indexers."""
+    preset = PRESETS["MiniMax-M3"]
+    return preset | {"sparse_attention_config": preset["sparse_attention_config"] | changes}
+
+
 REFUSED = {
     "v3": (PRESETS["DeepSeek-V3.2"] | {"index_topk": None}, "no indexer"),
     "step5": (PRESETS["Llama-3.1-8B"] | {"architectures": ["Step5ForCausalLM"]}, "a sliding window are mixed"),
@@ -817,6 +894,16 @@ REFUSED = {
     ),
     "gemma": (PRESETS["Qwen3-8B"] | {"layer_types": ["sliding_attention", "full_attention"] * 18}, "18 of its layers"),
     "mistral": (PRESETS["Llama-3.1-8B"] | {"sliding_window": 4096}, "sliding window of 4096"),
+    "two layers": (PRESETS["Llama-3.1-8B"] | {"num_hidden_layers": 2}, "its 2 layers are not more than the 2 that"),
+    "one layer": (PRESETS["Llama-3.1-8B"] | {"num_hidden_layers": 1}, "none would have hot rows"),
+    "many positions": (PRESETS["DeepSeek-V3.2"] | {"index_topk": 100_000}, "selects 100000 positions, more than the 4"),
+    "no sparse layer": (PRESETS["HY-V4"] | {"layer_types": ["full_attention"] * 34}, "nothing selects positions"),
+    "blocks of no layer": (of_blocks(sparse_attention_freq=[0] * 60), "nothing selects positions"),
+    "small blocks": (of_blocks(sparse_block_size=64), "its sparse_block_size is 64, not 128"),
+    "few heads": (of_blocks(sparse_num_index_heads=2), "its sparse_num_index_heads is 2, not 4, the KV heads"),
+    "old blocks": (of_blocks(sparse_local_block=0), "its sparse_local_block is 0, not at least 1"),
+    "no blocks": (of_blocks(sparse_topk_blocks=0), "its sparse_topk_blocks is 0, not at least 1"),
+    "many blocks": (of_blocks(sparse_topk_blocks=513), "selects 65664 positions, more than the 65536"),
 }
 
 
@@ -977,6 +1064,45 @@ def test_a_size_that_is_null_has_its_default() -> None:
 def test_a_size_that_is_no_number_of_something_is_named(name: str, value: object) -> None:
     with pytest.raises(ModelError, match=f"^m: {name} of config.json: got {value!r}, expected a whole number above 0$"):
         ModelShape.from_config("m", PRESETS["Llama-3.1-8B"] | {name: value}, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"text_config": [1]}, "text_config of config.json: got [1], expected an object"),
+        ({"intermediate_size": "14336"}, "intermediate_size of config.json: got '14336', expected a whole number, 0"),
+        ({"vocab_size": "128"}, "vocab_size of config.json: got '128'"),
+        ({"num_experts": "8"}, "num_experts of config.json: got '8'"),
+        ({"mlp_layer_types": 5}, "mlp_layer_types of config.json: got 5, expected a list of names"),
+        ({"index_topk": "2048"}, "index_topk of config.json: got '2048'"),
+        ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers of config.json: got '1'"),
+        ({"index_topk_freq": "4"}, "index_topk_freq of config.json: got '4'"),
+        ({"indexer_types": 5}, "indexer_types of config.json: got 5, expected a list of names"),
+        ({"index_topk_pattern": 5}, "index_topk_pattern of config.json: got 5, expected a string"),
+        ({"sparse_attention_config": [1]}, "sparse_attention_config of config.json: got [1], expected an object"),
+        ({"quantization_config": "fp8"}, "quantization_config of config.json: got 'fp8', expected an object"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(changes: dict, expected: str) -> None:
+    with pytest.raises(ModelError, match=f"^m: {re.escape(expected)}"):
+        ModelShape.from_config("m", PRESETS["DeepSeek-V3.2"] | changes, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sparse_topk_blocks": None}, "config.json has no sparse_topk_blocks"),
+        ({"sparse_attention_freq": None}, "config.json has no sparse_attention_freq"),
+        ({"sparse_attention_freq": 1}, "sparse_attention_freq of config.json: got 1, expected a list of 60"),
+        ({"sparse_attention_freq": [1] * 59}, "got a list of 59, expected a list of 60 whole numbers"),
+        ({"sparse_attention_freq": ["1"] * 60}, "expected a list of 60 whole numbers"),
+        ({"sparse_block_size": "128"}, "sparse_attention_config.sparse_block_size of config.json: got '128'"),
+        ({"sparse_index_dim": 0}, "sparse_attention_config.sparse_index_dim of config.json: got 0"),
+    ],
+)
+def test_wrong_indexers_of_blocks_are_named(changes: dict, expected: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(expected)):
+        ModelShape.from_config("m", of_blocks(**changes), "auto")
 
 
 def test_a_model_without_sizes_is_refused() -> None:

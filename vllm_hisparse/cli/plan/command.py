@@ -26,12 +26,20 @@ from vllm_hisparse.cli.plan.launch import (
     ray_options,
     replicas_refusal,
 )
-from vllm_hisparse.cli.plan.memory import QUEST_FULL_KV_LAYERS, QUEST_PAGE, System, independent_hit_rate
-from vllm_hisparse.cli.plan.models import BF16_CHECKPOINTS, CHECKPOINTS, PRESETS, ModelError, ModelShape
+from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System, independent_hit_rate
+from vllm_hisparse.cli.plan.models import (
+    BF16_CHECKPOINTS,
+    CHECKPOINTS,
+    FP4_REFUSAL,
+    PRESETS,
+    QUEST_FULL_KV_LAYERS,
+    ModelError,
+    ModelShape,
+)
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
-from vllm_hisparse.layout import MSA_UNIT
-from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_QUERY_LEN, MAX_TOP_K
+from vllm_hisparse.layout import BLOCK_SIZE, MSA_UNIT
+from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
 
 DENSE_TOP_K = 2048
 DEFAULT_CONTEXT = 32768
@@ -135,14 +143,21 @@ def plan_command(
     _only_one("--device-kv-gib", device_kv_gib, "--gpu-memory-utilization", gpu_memory_utilization)
     if acceptance is not None and not drafts:
         raise typer.BadParameter(f"got {acceptance}, and no --drafts to accept: add them", param_hint="--acceptance")
-    if drafts and not shape.has_draft_layer:
+    if drafts and not shape.num_draft_layers:
         layers = "no draft layer" if shape.is_dsa else "no draft layer that plan knows: dense models draft with EAGLE"
         raise typer.BadParameter(f"got {drafts}, but {shape.name} has {layers}", param_hint="--drafts")
+    if min(drafts, shape.num_draft_layers) > 1 and not shape.refusal:
+        message = (
+            f"got {drafts}, expected 1: {shape.name} has {shape.num_draft_layers} MTP layers, each of which would "
+            "draft a token, and hot buffers take drafts of the first one alone"
+        )
+        raise typer.BadParameter(message, param_hint="--drafts")
     if top_k is not None and shape.is_dsa and top_k != shape.top_k:
         message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
         raise typer.BadParameter(message, param_hint="--top-k")
     selected = shape.top_k or top_k or DENSE_TOP_K
-    _check_sizes(shape, selected, drafts, device_buffer_size)
+    if shape.refusal in ("", FP4_REFUSAL):
+        _check_sizes(shape, selected, drafts, device_buffer_size)
     answers = lengths(output_tokens, "--output-tokens")
     if context is None:
         context = str(max(1, min(DEFAULT_CONTEXT, shape.max_model_len - max(answers))))
@@ -167,7 +182,7 @@ def plan_command(
             gpu_memory_utilization=0.92 if gpu_memory_utilization is None else gpu_memory_utilization,
             device_kv_gib=device_kv_gib,
             max_num_seqs=max_num_seqs,
-            full_kv_layers=0 if shape.is_dsa else QUEST_FULL_KV_LAYERS,
+            full_kv_layers=0 if shape.is_dsa or shape.refusal else QUEST_FULL_KV_LAYERS,
             has_narrow_keys=has_narrow_keys,
             import_buffer_gib=import_buffer_gib,
         )
@@ -239,6 +254,10 @@ def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size:
             f"{1 + drafts} tokens (--drafts {drafts})",
             param_hint="--device-buffer-size",
         )
+    most = (MAX_HOT_ROWS - BLOCK_SIZE) * unit  # as `config.py` computes it
+    if device_buffer_size is not None and device_buffer_size > most:
+        message = f"got {device_buffer_size}, expected at most {most}, the rows that the kernels take"
+        raise typer.BadParameter(message, param_hint="--device-buffer-size")
 
 
 def _only_one(first: str, value: object, second: str, other: object) -> None:

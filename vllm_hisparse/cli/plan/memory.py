@@ -11,7 +11,6 @@ from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
 from vllm_hisparse.layout import MSA_BLOCK_SIZE, MSA_UNIT, KVLayout, dense_block_size
 
 QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
-QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
 
 
 class System(StrEnum):

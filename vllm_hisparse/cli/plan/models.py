@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_hisparse.config import REFUSED_MODELS
-from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, indexer_row_bytes, mla_row_bytes
+from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, MSA_BLOCK_SIZE, MSA_UNIT, indexer_row_bytes, mla_row_bytes
+from vllm_hisparse.ops.limits import MAX_TOP_K
 
 BF16, FP8 = 2, 1
 MXFP4_GROUP = 32  # elements that share a scale of one byte
+# Bytes of a weight by its bits. In 4 bits, weights are assumed to have the scales of MXFP4.
+WEIGHT_BYTES = {16: BF16, 8: FP8, 4: 0.5 + 1 / MXFP4_GROUP}
 FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
+QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
 FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
 _V32: dict[str, Any] = {
@@ -193,6 +199,30 @@ NATIVE_MODELS = (  # classes that vLLM's own HiSparse serves
 
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")  # that every configuration must have
+POSITIVE, COUNT = "a whole number above 0", "a whole number, 0 or more"
+NAMES, TEXT, OBJECT = "a list of names", "a string", "an object"
+TYPES = {  # what a plan reads of config.json
+    POSITIVE: (
+        *(*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"),
+        *("kv_lora_rank", "index_head_dim", "index_n_heads"),
+    ),
+    COUNT: (
+        *("vocab_size", "intermediate_size", "moe_intermediate_size", "dense_intermediate_size"),
+        *("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_experts_per_tok", "moe_k"),
+        *("n_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size"),
+        *("first_k_dense_replace", "moe_layer_start_index", "num_nextn_predict_layers"),
+        *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("index_topk", "index_topk_freq", "index_skip_topk_offset"),
+    ),
+    NAMES: ("architectures", "layer_types", "indexer_types", "mlp_layer_types"),
+    TEXT: ("index_topk_pattern",),
+    OBJECT: ("sparse_attention_config", "quantization_config"),
+}
+INDEXER_KEYS = ("index_topk", "sparse_attention_config")  # without these, a model has no indexer
+INDEXER_TYPES = {  # the same of `sparse_attention_config`
+    POSITIVE: ("sparse_index_dim",),
+    COUNT: ("sparse_num_index_heads", "sparse_topk_blocks", "sparse_block_size", "sparse_local_block"),
+}
 
 
 class ModelError(ValueError):
@@ -221,12 +251,13 @@ class ModelShape:
         num_experts, experts_per_token: routed experts of a layer, and those that a token uses; 0 without experts.
         token_flops: multiplications and additions per token, without attention.
         row_flops: multiplications and additions per attended row, in all layers.
-        has_draft_layer: True if the checkpoint of a DSA model has an MTP layer.
+        num_draft_layers: MTP layers in the checkpoint of a DSA model.
         num_full_kv_layers: layers of a model with indexers that do not select, and keep their KV on the device.
         has_native: True if vLLM's own HiSparse serves the model.
         refusal: reason why hot buffers cannot serve the model; empty if they can.
         selects_blocks: True if the indexers select blocks for each KV head (MiniMax-M3).
         key_dtype: dtype of indexer keys, as `load` takes it.
+        weight_bits: bits of a weight, without its share of a scale.
     """
 
     name: str
@@ -245,7 +276,7 @@ class ModelShape:
     experts_per_token: int
     token_flops: float
     row_flops: float
-    has_draft_layer: bool
+    num_draft_layers: int
     has_native: bool = False
     refusal: str = ""
     num_full_kv_layers: int = 0
@@ -254,6 +285,7 @@ class ModelShape:
     index_heads: int = 0
     index_head_dim: int = 0
     head_size: int = 0
+    weight_bits: int = 16
 
     @property
     def is_dsa(self) -> bool:
@@ -298,20 +330,14 @@ class ModelShape:
         cls, name: str, config: dict[str, Any], kv_dtype: str, weight_dtype: str = "auto", key_dtype: str = "auto"
     ) -> ModelShape:
         """Read a parsed config.json; see `load`."""
-        architectures = config.get("architectures")
-        config = config | (config.get("text_config") or {}) | {"architectures": architectures}
-        config = {key: value for key, value in config.items() if value is not None}  # null means the default
-        missing = [key for key in SIZES if key not in config]
-        if missing:
-            raise ModelError(f"{name}: config.json has no {', '.join(missing)}; no plan can be made for it")
-        for key in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            if key in config and (type(config[key]) is not int or config[key] < 1):
-                raise ModelError(f"{name}: {key} of config.json: got {config[key]!r}, expected a whole number above 0")
-        is_mla = config.get("kv_lora_rank") is not None
-        selects_blocks = bool(config.get("sparse_attention_config"))
-        is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
-        quantized = bool(config.get("quantization_config")) if weight_dtype == "auto" else weight_dtype == "fp8"
         try:
+            config = _checked(config)
+            refused = refusal(config)
+            if not any(_selecting(config)):  # full KV in all layers: a model without indexers
+                config = {key: value for key, value in config.items() if key not in INDEXER_KEYS}
+            is_mla, selects_blocks = "kv_lora_rank" in config, bool(config.get("sparse_attention_config"))
+            is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
+            bits = _weight_bits(config) if weight_dtype == "auto" else 8 if weight_dtype == "fp8" else 16
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
             if selects_blocks:
                 _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
@@ -319,6 +345,8 @@ class ModelShape:
                 attention["kv"]["key_bytes"] = narrow_key_bytes(config["index_head_dim"])
         except KeyError as error:
             raise ModelError(f"{name}: config.json has no {error.args[0]}; no plan can be made for it") from None
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from None
         return cls(
             name=name,
             num_layers=config["num_hidden_layers"],
@@ -327,14 +355,87 @@ class ModelShape:
             num_full_kv_layers=num_full_kv_layers(config) if is_dsa else 0,
             selects_blocks=selects_blocks,
             key_dtype=key_dtype,
-            has_draft_layer=is_dsa and (config.get("num_nextn_predict_layers") or 0) > 0,
-            has_native=is_dsa and next(iter(architectures or []), "") in NATIVE_MODELS,
-            refusal=refusal(config)
+            num_draft_layers=config.get("num_nextn_predict_layers", 0) if is_dsa else 0,
+            has_native=is_dsa and next(iter(config.get("architectures", [])), "") in NATIVE_MODELS,
+            refusal=refused
             or (FP4_REFUSAL if key_dtype == "mxfp4" else "")
             or (FP8_REFUSAL if selects_blocks and kv_dtype == "fp8" else ""),
+            weight_bits=bits,
             **attention["kv"],
-            **_weights(config, FP8 if quantized else BF16, attention["parameters"]),
+            **_weights(config, WEIGHT_BYTES[bits], attention["parameters"]),
         )
+
+
+def _checked(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, without nulls, which mean the default.
+
+    Raises:
+        ModelError: a value has a wrong type, or a list a wrong length.
+        KeyError: a size is missing.
+    """
+    _check_types(config, {OBJECT: ("text_config",)})
+    config = config | (config.get("text_config") or {}) | {"architectures": config.get("architectures")}
+    config = _without_nulls(config)
+    if missing := [key for key in SIZES if key not in config]:
+        raise KeyError(", ".join(missing))
+    _check_types(config, TYPES)
+    if blocks := config.get("sparse_attention_config"):
+        config["sparse_attention_config"] = blocks = {"sparse_local_block": 0} | _without_nulls(blocks)
+        _check_types(blocks, INDEXER_TYPES, "sparse_attention_config.")
+        frequency, num_layers = blocks["sparse_attention_freq"], config["num_hidden_layers"]
+        is_list = isinstance(frequency, list) and all(isinstance(each, int) for each in frequency)
+        if not is_list or len(frequency) != num_layers:
+            got = f"a list of {len(frequency)}" if is_list else repr(frequency)
+            raise ModelError(
+                f"sparse_attention_config.sparse_attention_freq of config.json: got {got}, expected a list of "
+                f"{num_layers} whole numbers, one for each layer"
+            )
+    return config
+
+
+def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _check_types(config: dict[str, Any], types: dict[str, tuple[str, ...]], prefix: str = "") -> None:
+    """Refuse values of other types than those of `TYPES`; null has every type."""
+    fits: dict[str, Callable[[Any], bool]] = {
+        POSITIVE: lambda value: type(value) is int and value > 0,
+        COUNT: lambda value: type(value) is int and value >= 0,
+        NAMES: lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        TEXT: lambda value: isinstance(value, str),
+        OBJECT: lambda value: isinstance(value, dict),
+    }
+    for expected, keys in types.items():
+        for key in keys:
+            if (value := config.get(key)) is not None and not fits[expected](value):
+                raise ModelError(f"{prefix}{key} of config.json: got {value!r}, expected {expected}")
+
+
+def _weight_bits(config: dict[str, Any]) -> int:
+    """Return the bits of a weight, as far as `quantization_config` tells.
+
+    Raises:
+        ModelError: weights have several widths, an unknown one, or one that is not told.
+    """
+    found = config.get("quantization_config")
+    if not found:
+        return 16
+    groups = found.get("config_groups") if isinstance(found.get("config_groups"), dict) else {}
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    bits: list[Any] = [each.get("num_bits") for each in weights if isinstance(each, dict)]
+    bits += [found.get("bits"), found.get("w_bit"), *(4 for key in ("load_in_4bit", "_load_in_4bit") if found.get(key))]
+    bits = [each for each in bits if each is not None]
+    names = " ".join(str(found[key]) for key in ("quant_method", "quant_algo") if found.get(key))
+    if not bits and (match := re.search(r"(?:fp|int|w)(\d+)", names.lower())):  # fp8, mxfp4, NVFP4, W4A16_AWQ
+        bits = [int(match[1])]
+    if not bits or any(type(each) is not int or each != bits[0] or each not in WEIGHT_BYTES for each in bits):
+        told = f"weights of {' and '.join(map(str, bits))} bits" if bits else "an unknown number of bits of a weight"
+        raise ModelError(
+            f"quantization_config of config.json: got {names or 'no quant_method'} with {told}, expected 4, 8 or 16 "
+            "for all weights. Give --weight-dtype to plan with others"
+        )
+    return bits[0]
 
 
 def narrow_key_bytes(index_head_dim: int) -> int:
@@ -354,10 +455,40 @@ def refusal(config: dict[str, Any]) -> str:
         return f"its layers have a sliding window of {config['sliding_window']} tokens"
     if config.get("attn_logit_softcapping"):
         return "its attention caps logits"
+    if config.get("sparse_attention_config"):
+        return _block_refusal(config)
     if config.get("kv_lora_rank") is not None:
-        selects = config.get("index_topk") and num_full_kv_layers(config) < config["num_hidden_layers"]
-        return "" if selects else "its latent attention has no indexer: nothing selects positions"
+        if not (config.get("index_topk") and any(_selecting(config))):
+            return "its latent attention has no indexer: nothing selects positions"
+        return _selection_refusal(config["index_topk"], 1)
+    if config["num_hidden_layers"] <= QUEST_FULL_KV_LAYERS:
+        return (
+            f"its {config['num_hidden_layers']} layers are not more than the {QUEST_FULL_KV_LAYERS} that keep full KV "
+            "with Quest: none would have hot rows"
+        )
     return ""
+
+
+def _block_refusal(config: dict[str, Any]) -> str:
+    """Return why hot buffers cannot serve a model that selects blocks, as the engine says at start-up."""
+    indexer, kv_heads = config["sparse_attention_config"], config.get("num_key_value_heads")
+    if not any(_selecting(config)):
+        return "no layer has an indexer (sparse_attention_freq): nothing selects positions"
+    for name, expected, fits in (
+        ("sparse_block_size", f"{MSA_BLOCK_SIZE}, the page of vLLM's kernels", lambda size: size == MSA_BLOCK_SIZE),
+        ("sparse_local_block", "at least 1: the newest block must be selected", lambda number: number >= 1),
+        ("sparse_num_index_heads", f"{kv_heads}, the KV heads", lambda number: number == kv_heads),
+        ("sparse_topk_blocks", "at least 1", lambda number: number >= 1),
+    ):
+        if not fits(indexer[name]):
+            return f"its {name} is {indexer[name]}, not {expected}"
+    return _selection_refusal(indexer["sparse_topk_blocks"] * MSA_BLOCK_SIZE, MSA_UNIT)
+
+
+def _selection_refusal(top_k: int, unit: int) -> str:
+    """Return that a model's indexer selects more than the kernels take; empty if it does not."""
+    most = MAX_TOP_K * unit
+    return f"its indexer selects {top_k} positions, more than the {most} that the kernels take" if top_k > most else ""
 
 
 def _read(model: str) -> tuple[str, dict[str, Any]]:
@@ -467,7 +598,7 @@ def _add_block_indexers(attention: dict[str, Any], config: dict[str, Any], eleme
     attention["parameters"] += num_sparse * config["hidden_size"] * key * (queries + 1)
 
 
-def _weights(config: dict[str, Any], weight: int, attention_parameters: int) -> dict[str, Any]:
+def _weights(config: dict[str, Any], weight: float, attention_parameters: int) -> dict[str, Any]:
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)

@@ -17,6 +17,10 @@ ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
 NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
 HOST_GPUS = 8  # of most hosts
+FOUR_BITS = (
+    " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
+    "assumed, for all weights but the head."
+)
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
 
@@ -329,6 +333,11 @@ class Plan:
     @property
     def confidence(self) -> str:
         """Return a few sentences about the accuracy of the prediction."""
+        return self._accuracy + (FOUR_BITS if self.model.weight_bits == 4 else "")
+
+    @property
+    def _accuracy(self) -> str:
+        """Accuracy of the prediction, whatever the bits of the weights."""
         if self.model.refusal and self.model.refusal != FP4_REFUSAL:
             return "Rough: no such model was measured. KV of windows and states of linear layers is counted as full KV."
         if self.model.selects_blocks:
