@@ -142,6 +142,9 @@ def test_a_damaged_file_is_refused_or_read_as_a_valid_trace(data: st.DataObject)
         {"group_ends": []},
         {"group_ends": "ab"},
         {"top_k": "2"},
+        {"top_k": 2.0},
+        {"row_bytes": 16.0},
+        {"requests": [{"first_position": 10**12, "num_steps": 3}]},
         {"layers": 2},
     ],
 )
@@ -158,6 +161,19 @@ def test_more_content_than_the_header_says_is_refused_without_unpacking_it(tmp_p
     (tmp_path / "some.trace").write_bytes(b"\n".join((first, header, zlib.compress(bytes(1 << 24)))))
     with pytest.raises(TraceError, match="49 bytes of selections, expected 48"):
         Trace.read(tmp_path / "some.trace")
+
+
+def test_selections_that_are_cut_off_are_named(tmp_path: Path) -> None:
+    """All positions are there; the checksum of the stream is not."""
+    content = write_small(tmp_path / "some.trace")
+    (tmp_path / "some.trace").write_bytes(content[:-2])
+    with pytest.raises(TraceError, match="got selections whose end is missing, expected the whole file"):
+        Trace.read(tmp_path / "some.trace")
+
+
+def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="Is a directory"):
+        Trace.read(tmp_path)
 
 
 def test_traces_of_one_model_are_joined() -> None:

@@ -33,6 +33,7 @@ FIRST_LINE = b"vllm-hisparse trace 1\n"
 COMPRESSION = 6  # level of zlib; level 9 takes 8 times as long for files that are 3% smaller
 MAX_HEADER_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 31  # positions of a file; a header with a larger number counts as damaged
+MAX_TOKENS = 1 << 24  # tokens of a request; the same
 
 
 class TraceError(ValueError):
@@ -78,9 +79,9 @@ class Trace:
 
     def __post_init__(self) -> None:
         ends = self.group_ends
-        _require(
-            self.top_k > 0 and self.row_bytes > 0, f"top_k {self.top_k} and row_bytes {self.row_bytes}", "positive"
-        )
+        for name in ("top_k", "row_bytes"):
+            value = getattr(self, name)
+            _require(type(value) is int and value > 0, f"{name} {value!r}", "a whole number above 0")
         _require(list(ends) == sorted({end for end in ends if end > 0}), f"group_ends {ends}", "positive and ascending")
         _require(self.top_k in ends, f"group_ends {ends}", f"to include top_k, {self.top_k}")
         _require(bool(self.layers), "no layers", "at least one")
@@ -134,9 +135,12 @@ class Trace:
         Raises:
             TraceError: the file is damaged, or is not a trace.
         """
-        with path.open("rb") as file:
-            _require(file.readline(len(FIRST_LINE)) == FIRST_LINE, str(path), f"to start with {FIRST_LINE!r}")
-            header, body = _parse_header(file.readline(MAX_HEADER_BYTES)), file.read()
+        try:
+            with path.open("rb") as file:
+                _require(file.readline(len(FIRST_LINE)) == FIRST_LINE, str(path), f"to start with {FIRST_LINE!r}")
+                header, body = _parse_header(file.readline(MAX_HEADER_BYTES)), file.read()
+        except OSError as error:
+            raise TraceError(f"{path}: {error.strerror}") from None
         try:
             requests = _parse_requests(header, body)
             fields = {name: header[name] for name in ("model", "top_k", "row_bytes")}
@@ -174,7 +178,9 @@ class Trace:
         positions, first = request.positions, request.first_position
         size, expected = positions.shape, (len(self.layers), "steps", self.group_ends[-1])
         _require(positions.ndim == 3 and size[::2] == expected[::2], f"positions of shape {size}", f"{expected}")
-        _require(isinstance(first, int) and first >= 0, f"first_position {first!r}", "0 or more")
+        _require(type(first) is int and first >= 0, f"first_position {first!r}", "a whole number, 0 or more")
+        num_tokens = first + request.num_steps
+        _require(num_tokens <= MAX_TOKENS, f"a request of {num_tokens} tokens", f"at most {MAX_TOKENS}")
         newest = first + np.arange(request.num_steps)[:, None]
         valid = ((positions >= -1) & (positions <= newest)).all()
         _require(bool(valid), f"a position outside [-1, {first} + step]", "none")
@@ -224,7 +230,8 @@ def _decompress(body: bytes, num_bytes: int) -> bytes:
         content = stream.decompress(body, num_bytes + 1)
     except zlib.error as error:
         raise TraceError(f"trace: the selections are damaged: {error}") from error
-    _require(len(content) == num_bytes and stream.eof, f"{len(content)} bytes of selections", f"{num_bytes}")
+    _require(len(content) == num_bytes, f"{len(content)} bytes of selections", f"{num_bytes}")
+    _require(stream.eof, "selections whose end is missing", "the whole file")
     return content
 
 

@@ -291,12 +291,31 @@ def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) 
         (["--policy", "mru"], "lru, fifo"),
         (["--warm-up", "40"], "fewer than the 40 steps"),
         (["--size", "0.5"], "--size"),
+        (["--size", "inf"], "--size"),
+        (["--size", "nan"], "--size"),
+        (["--size", "1e9"], "--size"),
+        (["--link-gb-s", "inf"], "got inf, expected a finite number"),
+        (["--by-layer", "--plot", "some.png"], "which draws nothing"),
+        (["--plot", "plot.foo"], "expected a name that ends with one of"),
+        (["--plot", "/dev/null/plot.png"], "Not a directory"),
     ],
 )
 def test_wrong_options_are_refused(trace_file: Path, options: list[str], expected: str) -> None:
     result = run(str(trace_file), *options)
     assert result.exit_code == 2
-    assert expected in result.output
+    assert expected in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("layers", "steps", "expected"),
+    [(("draft",), 40, "got the layer draft alone"), (("0",), 0, "got no requests, expected at least one")],
+)
+def test_traces_without_anything_to_replay(tmp_path: Path, layers: tuple[str, ...], steps: int, expected: str) -> None:
+    requests = [(50, np.tile(np.arange(4), (1, steps, 1)))] if steps else []
+    Trace.from_ranked("m", 4, 16, layers, (4,), requests).write(tmp_path / "some.trace")
+    result = run(str(tmp_path / "some.trace"), "--by-layer")
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:

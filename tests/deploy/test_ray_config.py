@@ -64,6 +64,10 @@ def test_shipped_configs_parse(path: Path):
             {"decode": {"engine_kwargs": {"attention_config": {"backend": "TRITON_ATTN"}}}},
             "prefill.engine_kwargs.attention_backend: got None, expected 'TRITON_ATTN'",
         ),
+        *(
+            ({"engine_kwargs": {"attention_config": value}}, f"engine_kwargs.attention_config: got {value!r}, expected")
+            for value in ('{"backend": "TRITON_ATTN"}', ["TRITON_ATTN"])
+        ),
         ({"engine_kwargs": {"kv_cache_dtype": "float16"}}, "engine_kwargs.kv_cache_dtype: got 'float16'"),
         (
             {

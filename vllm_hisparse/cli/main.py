@@ -1,8 +1,11 @@
 """The `vllm-hisparse` command. Each sub-command imports its modules only when it runs."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from vllm_hisparse.cli.tiny_model import make_model_command
 
@@ -12,10 +15,22 @@ app.add_typer(trace_app, name="trace")
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
+class FiniteCommand(TyperCommand):
+    """A command that refuses numbers that are infinite or none at all, which click takes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, values in ctx.params.items():
+            for value in values if isinstance(values, list | tuple) else [values]:
+                if isinstance(value, float) and not math.isfinite(value):
+                    option = f"--{name.replace('_', '-')}"
+                    raise typer.BadParameter(f"got {value}, expected a finite number", param_hint=option)
+        return super().invoke(ctx)
+
+
 def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
     """Pass the arguments of `ctx` to a sub-command, which has its own options and help."""
     target = typer.Typer(add_completion=False)
-    target.command()(command)
+    target.command(cls=FiniteCommand)(command)
     target(args=ctx.args, prog_name=ctx.command_path)
 
 

@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vllm_hisparse.cli.output_files import check_picture
 from vllm_hisparse.cli.replay_buffers import SCOPES, Replay, sequences
-from vllm_hisparse.cli.replay_layers import LEAST_SHARE, LayerMisses, from_others
+from vllm_hisparse.cli.replay_layers import DRAFT_LAYER, LEAST_SHARE, LayerMisses, from_others
 from vllm_hisparse.cli.replay_layers import by_layer as compare_layers
 from vllm_hisparse.cli.replay_policies import POLICIES
 from vllm_hisparse.trace import Trace, TraceError
 
 WARM_UP_STEPS = 32
+SIZES, MAX_SIZE = [1.0, 2.0, 4.0, 8.0, 16.0], 1024  # of buffers, in top-k
 LAYER_CAPTION = (
     "missed: rows per request and layer in a step, with equal shares; controller, best: misses over these, if a slow "
     "controller or one that knows all steps divides the same memory; fixed: the same with the shares below, which "
@@ -36,7 +38,7 @@ def replay_command(
         typer.Argument(help="Files of selections, replayed together.", exists=True, dir_okay=False),
     ],
     policy: Annotated[list[str], typer.Option(help=f"{', '.join(POLICIES)}; repeatable.")] = [*POLICIES],  # noqa: B006
-    size: Annotated[list[float], typer.Option(min=1, help="Hot rows in top-k; repeatable.")] = [1, 2, 4, 8, 16],  # noqa: B006
+    size: Annotated[list[float], typer.Option(min=1, max=MAX_SIZE, help="Hot rows in top-k; repeatable.")] = SIZES,
     pool: Annotated[bool, typer.Option(help="Also share one pool over all requests and layers.")] = True,
     row_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of a row; default: the trace's.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to scale to; default: the trace's.")] = None,
@@ -56,15 +58,24 @@ def replay_command(
         raise typer.BadParameter(
             f"got {', '.join(unknown)}, expected any of {', '.join(POLICIES)}", param_hint="--policy"
         )
+    if plot is not None and by_layer:
+        raise typer.BadParameter(f"got {plot}, and --by-layer, which draws nothing: leave one out", param_hint="--plot")
     try:
         traces = [Trace.read(path) for path in trace]
         selections = Trace.join(traces)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
-    shortest = min((request.num_steps for request in selections.requests), default=0)
+    if not selections.requests:
+        raise typer.BadParameter("got no requests, expected at least one", param_hint="TRACE")
+    shortest = min(request.num_steps for request in selections.requests)
     if shortest <= warm_up:
         message = f"got {warm_up}, expected fewer than the {shortest} steps of the shortest request"
         raise typer.BadParameter(message, param_hint="--warm-up")
+    if by_layer and set(selections.layers) == {DRAFT_LAYER}:
+        message = f"got the layer {DRAFT_LAYER} alone, whose KV stays on the device: no other layer has rows to divide"
+        raise typer.BadParameter(message, param_hint="--by-layer")
+    if plot is not None:
+        check_picture(plot, "--plot")
     if by_layer:
         misses, files = LayerMisses.of(selections), [len(each.requests) for each in traces]
         compared = [compare_layers(misses, each, warm_up, least_share) for each in size]
@@ -147,10 +158,8 @@ def result_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def plot_rows(rows: list[dict[str, Any]], output: Path) -> None:
     """Plot hit rate and link time over size; dashed lines are for a pool."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -169,6 +178,5 @@ def plot_rows(rows: list[dict[str, Any]], output: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.tight_layout()
-    output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
     plt.close(figure)

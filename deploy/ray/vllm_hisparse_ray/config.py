@@ -169,6 +169,13 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
 
 
 def _check_engine_kwargs(name: str, engine_kwargs: dict[str, Any]) -> None:
+    if not isinstance(attention := engine_kwargs.get("attention_config") or {}, dict):
+        raise HiSparseConfigError(
+            f"{name}.engine_kwargs.attention_config",
+            attention,
+            "a mapping",
+            "Write its options as a mapping, such as {backend: FLASHMLA_SPARSE}.",
+        )
     for option in (*RESERVED_ENGINE_OPTIONS, "tensor_parallel_size"):
         if option in engine_kwargs:
             raise HiSparseConfigError(

@@ -568,5 +568,8 @@ def test_the_rate_of_scattered_rows(
 
 def test_options_that_cannot_be_used_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "check_gpu", lambda report: pytest.fail("checks have begun"))
+    for peer in ("127.0.0.1:99999", ":5599", "host", "host:0", "host:²"):
+        refused = CliRunner().invoke(app, ["doctor", "--peer", peer])
+        assert refused.exit_code == 2 and "expected HOST:PORT" in " ".join(refused.output.split())
     refused = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "missing" / "doctor.json")])
     assert refused.exit_code == 2 and "No such file or directory" in " ".join(refused.output.split())

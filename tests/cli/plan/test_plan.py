@@ -35,6 +35,7 @@ from benchmarks.plan_calibration import (
 )
 from vllm_hisparse.attention.backends import untried_gpu
 from vllm_hisparse.cli.main import app
+from vllm_hisparse.cli.plan import command as plan_command
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
@@ -43,6 +44,7 @@ from vllm_hisparse.kv_manager.blocks.step_form import StepForm
 from vllm_hisparse.kv_manager.usage import Usage
 from vllm_hisparse.layout import BLOCK_SIZE
 from vllm_hisparse.ops.limits import MAX_HOT_ROWS
+from vllm_hisparse.trace import Trace
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -681,7 +683,7 @@ def test_the_table_says_what_the_json_says(words: tuple[str, ...]) -> None:
 )
 def test_back_ends_that_vllm_would_not_take_first(gpu: str, model: str, kv_dtype: str, backend: str | None) -> None:
     """The printed commands start, over a backend that has run; the output says why, and what start-up warns of."""
-    parallel = ("--tensor-parallel-size", "16") if model == "DeepSeek-V3.2" else ()
+    parallel = ("--tensor-parallel-size", "8") if model == "DeepSeek-V3.2" else ()
     found = planned(model, "--gpu", gpu, "--kv-cache-dtype", kv_dtype, *parallel)
     for side in ("one instance", "prefill", "decode"):
         words = shlex.split(found["commands"][side])
@@ -732,7 +734,7 @@ def test_both_sides_of_a_pair_have_gpus_of_their_own() -> None:
     ],
 )
 def test_the_commands_load_weights_of_the_planned_dtype(model: str, dtype: str, name: str) -> None:
-    found = planned(model, "--tensor-parallel-size", "16", "--weight-dtype", dtype)
+    found = planned(model, "--gpu", "B300", "--tensor-parallel-size", "8", "--weight-dtype", dtype)
     assert shlex.split(found["commands"]["one instance"])[:3] == ["vllm", "serve", name]
     assert (found["helm_values"]["model"]["id"], found["ray_options"]["model_source"]) == (name, name)
 
@@ -808,6 +810,130 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
 )
 def test_refusals(words: tuple[str, ...], expected: str) -> None:
     assert expected in refusal(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--host-memory-gib", "inf"), "--host-memory-gib"),
+        (("--host-memory-gib", "nan"), "--host-memory-gib"),
+        (("--host-memory-gib", "1e300"), "--host-memory-gib"),
+        (("--request-rate", "inf"), "--request-rate"),
+        (("--request-rate", "1e308"), "--request-rate"),
+        (("--hit-rate", "nan"), "--hit-rate"),
+        (("--device-kv-gib", "nan"), "got nan, expected a finite number"),
+        (("--context", "4" * 5000), "expected tokens as a number, as LOW-HIGH"),
+        (("--context", "4" * 400), "expected tokens as a number, as LOW-HIGH"),
+        (("--context", str(ROOT / "benchmarks" / "traces" / "code-dsa.trace")), "expected tokens as a number"),
+        (("--gpu", f"{'x' * 5000}.json"), "File name too long"),
+        (("--output-tokens", "131072"), "got 131072 tokens at most, expected fewer than the 131072 that"),
+        (("--host-memory-gib", "1", "--data-parallel-size", "16"), "1, and 16 ranks, expected at least 1.6: 0.1"),
+        (("--trace", str(ROOT / "benchmarks")), "Is a directory"),
+    ],
+)
+def test_numbers_and_names_that_nothing_can_use(words: tuple[str, ...], expected: str) -> None:
+    assert expected in refusal("Llama-3.1-8B", *words)
+    assert "File name too long" in refusal("x" * 5000)
+
+
+def test_a_short_model_blames_what_was_given(tmp_path: Path) -> None:
+    """Nobody gave --context; the default of --output-tokens is too much."""
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Llama-3.1-8B"] | {"max_position_embeddings": 100}))
+    message = refusal(str(tmp_path))
+    assert "--output-tokens" in message and "--context" not in message and "got 1024 tokens at most" in message
+    assert planned(str(tmp_path), "--output-tokens", "99")["concurrency"] > 0
+
+
+def test_pools_are_not_larger_than_the_memory() -> None:
+    """Helm values have whole GiB, or tenths of one."""
+    for ranks, pool, of_chart in ((2, 0.9, 0.9), (1, 1.9, 1)):
+        found = planned("Qwen3-8B", "--host-memory-gib", "1.99", "--data-parallel-size", str(ranks))
+        assert found["ray_options"]["decode"]["hisparse"]["host_pool_gib"] == pool
+        decode = found["helm_values"]["decode"]
+        assert (decode["hisparse"]["hostPoolGiB"], decode["memoryGiB"]) == (of_chart, of_chart + 16)
+        assert f'"host_pool_gib": {pool}' in found["commands"]["decode"]
+
+
+def test_the_chart_has_no_values_for_more_gpus_than_its_schema_takes() -> None:
+    schema = json.loads((ROOT / "deploy" / "helm" / "vllm-hisparse" / "values.schema.json").read_text())
+    assert schema["properties"]["decode"]["properties"]["gpus"]["maximum"] == 8
+    words = ("GLM-5", "--kv-cache-dtype", "fp8", "--tensor-parallel-size")
+    assert planned(*words, "8")["helm_values"]["decode"]["gpus"] == 8
+    found = planned(*words, "16")
+    assert found["helm_values"] is None and found["ray_options"]["decode"]["gpus"] == 16
+    output = " ".join(invoke(*words, "16").output.split())
+    assert "none: a pod of the chart has at most 8 GPUs, not 16: use the commands" in output
+
+
+def test_a_large_concurrency_is_planned_at_once() -> None:
+    """All but the requests that fit wait, so the plugin pays from the same number on."""
+    words = ("GLM-5.2", "--tensor-parallel-size", "8", "--concurrency")
+    found = planned(*words, "1000000")
+    most = max(system["seats"] for system in found["systems"].values())
+    assert 1 < found["crossover"] <= most
+    assert planned(*words, str(most + 50))["crossover"] == found["crossover"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("plan.foo", "expected a name that ends with one of"),
+        ("plan", "expected a name that ends with one of"),
+        ("folder.png", "Is a directory"),
+        ("file/plan.png", "Not a directory"),
+    ],
+)
+def test_pictures_that_cannot_be_written_are_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(plan_command, "commands", lambda *_: pytest.fail("work has begun"))
+    message = refusal("Llama-3.1-8B", "--chart", str(tmp_path / name))
+    assert "--chart" in message and expected in message
+
+
+def trace_of(path: Path, *num_steps: int) -> str:
+    """Write a trace with requests of so many steps; return its name."""
+    positions = [(50, np.tile(np.arange(4), (1, steps, 1))) for steps in num_steps]
+    Trace.from_ranked("m", 4, 16, ("0",), (4,), positions).write(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "got"),
+    [((), "no requests"), ((0, 40), "requests of 0 to 40"), ((32, 8), "requests of 8 to 32")],
+)
+def test_traces_without_steps_are_refused(tmp_path: Path, num_steps: tuple[int, ...], got: str) -> None:
+    message = refusal("Llama-3.1-8B", "--trace", trace_of(tmp_path / "some.trace", *num_steps))
+    assert "--trace" in message and f"got {got}" in message
+    planned("Llama-3.1-8B", "--trace", trace_of(tmp_path / "other.trace", 33, 8))
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        ({"gpu": "H100"}, "gpu: got 'H100', expected a valid dictionary"),
+        ({"gpu": {"name": None}}, "gpu.name: got None, expected a valid string"),
+        ({"rates": [1]}, "rates: got [1], expected a valid dictionary"),
+        ({"gpu": {"name": "H100", "memory_gib": "79"}}, "gpu.memory_gib: got '79', expected a valid number"),
+        ({"gpu": {"name": "H100", "memory_gib": float("nan")}}, "gpu.memory_gib: got nan, expected a finite number"),
+        ({"gpu": {"name": "H100"}, "rates": {"pinned_rows_gb_s": -3}}, "rates.pinned_rows_gb_s: got -3, expected grea"),
+        ({"gpu": {"name": "H100"}, "rates": {"pinned_rows_gb_s": "30"}}, "rates.pinned_rows_gb_s: got '30'"),
+        ([], "the file: got [], expected a valid dictionary"),
+    ],
+)
+def test_reports_of_wrong_types_are_refused(tmp_path: Path, report: Any, expected: str) -> None:
+    (tmp_path / "doctor.json").write_text(json.dumps(report))
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        Gpu.find(str(tmp_path / "doctor.json"))
+    assert "--gpu" in refusal("Llama-3.1-8B", "--gpu", str(tmp_path / "doctor.json"))
+
+
+def test_numbers_that_a_doctor_does_not_know_come_from_the_datasheet() -> None:
+    gpu = Gpu.from_doctor({"gpu": {"name": "H100", "memory_gib": None}, "rates": None})
+    assert (gpu.memory_gib, gpu.link_gb_s) == (GPUS["H100"].memory_gib, GPUS["H100"].link_gb_s)
 
 
 def test_several_mtp_layers_draft_one_token(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from vllm_hisparse.cli.doctor.checks import (
     in_one_line,
 )
 from vllm_hisparse.cli.doctor.report import Report, Status
+from vllm_hisparse.cli.output_files import check_writable
 
+MAX_PORT = 65535
 MIN_WIDTH = 120  # columns of the table
 COLOURS = {Status.ok: "green", Status.note: "dim", Status.warning: "yellow", Status.error: "bold red"}
 
@@ -30,17 +32,17 @@ COLOURS = {Status.ok: "green", Status.note: "dim", Status.warning: "yellow", Sta
 def doctor_command(
     host_pool_gib: Annotated[float, typer.Option(min=0.1, help="Size of the host pool that is intended.")] = 8.0,
     peer: Annotated[str | None, typer.Option(help="HOST:PORT of a doctor that serves on another host.")] = None,
-    serve: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve a peer's doctor on this port.")] = None,
+    serve: Annotated[int | None, typer.Option(min=1, max=MAX_PORT, help="Serve a peer's doctor on this port.")] = None,
     nixl: Annotated[bool, typer.Option(help="Try NIXL between two processes of this host.")] = True,
     rates: Annotated[bool, typer.Option(help="Measure the link to the GPU.")] = True,
     output: Annotated[Path | None, typer.Option(help="File for the JSON, which `plan --gpu` reads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check versions, GPU, memory and network of this machine and measure its links. Exits with 1 after an error."""
-    if peer is not None and not peer.rpartition(":")[2].isdigit():
-        raise typer.BadParameter(f"got {peer!r}, expected HOST:PORT", param_hint="--peer")
+    if peer is not None:
+        _check_peer(peer)
     if output is not None:
-        _check_writable(output)
+        check_writable(output, "--output")
     console, report = Console(highlight=False, stderr=as_json), Report()
     examine(report, "versions", check_versions)
     has_kernels = examine(report, "GPU", check_gpu)
@@ -95,12 +97,11 @@ def examine(report: Report, name: str, check: Callable[..., Any], *arguments: An
         return None
 
 
-def _check_writable(output: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    try:
-        output.open("a").close()
-    except OSError as error:
-        raise typer.BadParameter(f"got {output}: {error.strerror}", param_hint="--output") from None
+def _check_peer(peer: str) -> None:
+    host, _, port = peer.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+        message = f"got {peer!r}, expected HOST:PORT, with a port from 1 to {MAX_PORT}"
+        raise typer.BadParameter(message, param_hint="--peer")
 
 
 def _serve(console: Console, port: int, device: str) -> None:

@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_hisparse.attention.backends import FP8_CAPABILITY, NARROW_KEYS_CAPABILITY, mla_refusal, msa_refusal
+from vllm_hisparse.cli.output_files import check_picture
 from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import (
+    chart_refusal,
     commands,
     gpu_warning,
     helm_values,
@@ -40,10 +42,13 @@ from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
 from vllm_hisparse.layout import BLOCK_SIZE, MSA_UNIT
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
+from vllm_hisparse.tier_config import MAX_SIZE
 
 DENSE_TOP_K = 2048
 DEFAULT_CONTEXT = 32768
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
+MAX_RATE = 1e6  # requests per second
+MAX_SHOWN = 80  # letters of a value in an error message
 RANGE_STEPS = 33  # number of lengths that represent a range or a file
 SHOWN_MS = 0.05  # less is 0.0 in the table
 MIN_WIDTH = 150  # columns of the tables
@@ -84,9 +89,12 @@ def plan_command(
     ] = None,
     device_kv_gib: Annotated[float | None, typer.Option(min=0.1, help="Device memory for KV on each GPU.")] = None,
     import_buffer_gib: Annotated[
-        float, typer.Option(min=0, help="The plugin's import_buffer_gib, for decode instances without RDMA.")
+        float,
+        typer.Option(min=0, max=MAX_SIZE, help="The plugin's import_buffer_gib, for decode instances without RDMA."),
     ] = 0.0,
-    host_memory_gib: Annotated[float, typer.Option(min=1, help="Host memory for KV, of all ranks.")] = 512.0,
+    host_memory_gib: Annotated[
+        float, typer.Option(min=1, max=MAX_SIZE, help="Host memory for KV, of all ranks.")
+    ] = 512.0,
     context: Annotated[
         str | None,
         typer.Option(help="Prompt tokens: a number, LOW-HIGH, or a file of lengths. Default: 32768, if the model can."),
@@ -94,7 +102,8 @@ def plan_command(
     output_tokens: Annotated[str, typer.Option(help="Answer tokens, in the same way.")] = "1024",
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at once. Default: all that fit.")] = None,
     request_rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests that arrive per second, instead of --concurrency.")
+        float | None,
+        typer.Option(min=0.001, max=MAX_RATE, help="Requests that arrive per second, instead of --concurrency."),
     ] = None,
     hit_rate: Annotated[
         float | None, typer.Option(min=0, max=1, help="Share of selected rows that are in the hot buffer already.")
@@ -159,6 +168,11 @@ def plan_command(
     if shape.refusal in ("", FP4_REFUSAL):
         _check_sizes(shape, selected, drafts, device_buffer_size)
     answers = lengths(output_tokens, "--output-tokens")
+    if context is None and max(answers) >= shape.max_model_len:
+        message = (
+            f"got {max(answers)} tokens at most, expected fewer than the {shape.max_model_len} that {shape.name} takes"
+        )
+        raise typer.BadParameter(message, param_hint="--output-tokens")
     if context is None:
         context = str(max(1, min(DEFAULT_CONTEXT, shape.max_model_len - max(answers))))
     prompts = lengths(context, "--context")
@@ -188,14 +202,16 @@ def plan_command(
         )
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
+    if chart is not None:
+        check_picture(chart, "--chart")
     model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
     if weight_dtype == "bfloat16":
         model = BF16_CHECKPOINTS.get(shape.name, model)
     warning, starts = gpu_warning(plan, kv_cache_dtype), commands(plan, model, kv_cache_dtype)
-    deployments: dict[str, Any] = {"helm_values": None, "ray_options": None}
-    if not replicas_refusal(plan):
-        deployments["helm_values"] = helm_values(plan, model, kv_cache_dtype)
-        deployments["ray_options"] = ray_options(plan, model, kv_cache_dtype)
+    deployments: dict[str, Any] = {
+        "helm_values": None if chart_refusal(plan) else helm_values(plan, model, kv_cache_dtype),
+        "ray_options": None if replicas_refusal(plan) else ray_options(plan, model, kv_cache_dtype),
+    }
     if as_json:
         found = plan.as_json() | {"gpu_warning": warning or None, "commands": starts} | deployments
         typer.echo(json.dumps(found, indent=2))
@@ -270,14 +286,14 @@ def _only_one(first: str, value: object, second: str, other: object) -> None:
 def _model(model: str, kv_cache_dtype: str, weight_dtype: str, indexer_kv_dtype: str) -> ModelShape:
     try:
         return ModelShape.load(model, kv_cache_dtype, weight_dtype, indexer_kv_dtype)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
 
 def _gpu(gpu: str) -> Gpu:
     try:
         return Gpu.find(gpu)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--gpu") from None
 
 
@@ -300,11 +316,11 @@ def lengths(text: str, option: str) -> list[int]:
         else:
             first, width = int(low), int(high) - int(low)
             found = [first + width * index // (RANGE_STEPS - 1) for index in range(RANGE_STEPS)] if width >= 0 else []
-    except ValueError:
+    except (ValueError, OSError):  # of the name of a file, too
         found = []
-    if not found or min(found) < 1:
+    if not found or min(found) < 1 or max(found) >= 1 << 63:
         raise typer.BadParameter(
-            f"got {text!r}, expected tokens as a number, as LOW-HIGH, or a file with a number per line",
+            f"got {text[:MAX_SHOWN]!r}, expected tokens as a number, as LOW-HIGH, or a file with a number per line",
             param_hint=option,
         )
     return found
@@ -340,6 +356,11 @@ def replayed_hit_rates(path: Path) -> HitRate:
         trace = Trace.read(path)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="--trace") from None
+    steps = [request.num_steps for request in trace.requests]
+    if min(steps, default=0) == 0 or max(steps) <= WARM_UP_STEPS:
+        got = f"requests of {min(steps)} to {max(steps)} steps" if steps else "no requests"
+        message = f"got {got}, expected one of more than {WARM_UP_STEPS} steps, which are not counted, and none without"
+        raise typer.BadParameter(message, param_hint="--trace")
     rates = []
     for replay in replays(trace, ["lru"], [*REPLAYED_SIZES], ["buffers"]):
         missed, selected = replay.missed[:, :, WARM_UP_STEPS:].sum(), replay.selected[:, :, WARM_UP_STEPS:].sum()
@@ -376,9 +397,10 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
         hosts = " (set PREFILL_HOST and DECODE_HOST first)" if title == "prefill" and "$PREFILL_HOST" in command else ""
         console.print(f"\n[bold]{TITLES[title]}[/]{hosts}")
         console.print(command, markup=False)
+    refusals = {"helm_values": chart_refusal(plan), "ray_options": replicas_refusal(plan)}
     for title, options in deployments.items():
         console.print(f"\n[bold]{TITLES[title]}[/]")
-        text = yaml.safe_dump(options, sort_keys=False).rstrip() if options else f"none: {replicas_refusal(plan)}"
+        text = yaml.safe_dump(options, sort_keys=False).rstrip() if options else f"none: {refusals[title]}"
         console.print(text, markup=False)
 
 
@@ -499,10 +521,8 @@ def _comparison(plan: Plan, full: Point, plugin: Point, ratio: float) -> str:
 
 def draw(plan: Plan, path: Path) -> None:
     """Draw tokens/s and inter-token latency over concurrency."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--chart") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -521,6 +541,5 @@ def draw(plan: Plan, path: Path) -> None:
     figure.suptitle(
         f"{plan.model.name}, {plan.gpu.name}, prompts of {plan.load.context:.0f} tokens (predicted)", fontsize=10
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -5,12 +5,36 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_hisparse.attention.backends import Capability
 
 # Measured on an H200: GB/s of a large copy, and of scattered rows (benchmarks/results/h200/host_reads.json).
 H200_LINK, H200_ROWS = 55.4, 36.0
 SCATTERED_SHARE = H200_ROWS / H200_LINK
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _ReportedGpu(_Part):
+    name: str = ""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+
+
+class _ReportedRates(_Part):
+    copy_to_device_gb_s: Annotated[float, Field(ge=0)] | None = None
+    pinned_rows_gb_s: Annotated[float, Field(ge=0)] | None = None
+
+
+class _Report(_Part):
+    """What a plan reads of a doctor's report; 0 and null are rates that were not measured."""
+
+    gpu: _ReportedGpu | None = None
+    rates: _ReportedRates | None = None
 
 
 @dataclass(frozen=True)
@@ -60,32 +84,35 @@ class Gpu:
         path = Path(name)
         if path.suffix == ".json" and path.is_file():
             try:
-                report = json.loads(path.read_text())
+                return cls.from_doctor(json.loads(path.read_text()))
             except ValueError as error:
                 raise ValueError(f"got {name}, expected a JSON file of `vllm-hisparse doctor`: {error}") from None
-            if not isinstance(report, dict):
-                raise ValueError(f"got {name}, expected a JSON file of `vllm-hisparse doctor`, which is an object")
-            return cls.from_doctor(report)
         raise ValueError(f"got {name!r}, expected one of {', '.join(GPUS)}, or a JSON file of `vllm-hisparse doctor`")
 
     @classmethod
-    def from_doctor(cls, report: dict) -> Gpu:
+    def from_doctor(cls, report: Any) -> Gpu:
         """Make a GPU from the rates of a doctor's report, and from the datasheet of the most similar known GPU.
 
         Raises:
-            ValueError: the report has no GPU, or an unknown one.
+            ValueError: the report has no GPU, an unknown one, or a value of a wrong type.
         """
-        found = (report.get("gpu") or {}).get("name", "")
-        known = next((gpu for name, gpu in GPUS.items() if name in found.upper().replace("-", " ").split()), None)
+        try:
+            parsed = _Report.model_validate(report)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            place = ".".join(map(str, detail["loc"])) or "the file"
+            expected = detail["msg"].removeprefix("Input should be ")
+            raise ValueError(f"{place}: got {detail['input']!r}, expected {expected}") from None
+        gpu, rates = parsed.gpu or _ReportedGpu(), parsed.rates or _ReportedRates()
+        known = next((each for name, each in GPUS.items() if name in gpu.name.upper().replace("-", " ").split()), None)
         if known is None:
-            raise ValueError(f"got a report of the GPU {found!r}, expected one of {', '.join(GPUS)}")
-        rates = report.get("rates") or {}
+            raise ValueError(f"got a report of the GPU {gpu.name!r}, expected one of {', '.join(GPUS)}")
         return replace(
             known,
-            name=found,
-            memory_gib=report["gpu"].get("memory_gib", known.memory_gib),
-            link_gb_s=rates.get("copy_to_device_gb_s") or known.link_gb_s,
-            rows_gb_s=rates.get("pinned_rows_gb_s") or known.rows_gb_s,
+            name=gpu.name,
+            memory_gib=gpu.memory_gib or known.memory_gib,
+            link_gb_s=rates.copy_to_device_gb_s or known.link_gb_s,
+            rows_gb_s=rates.pinned_rows_gb_s or known.rows_gb_s,
             source="doctor, and the datasheet for the GPU's own rates",
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from typing import Any
 
 from vllm_hisparse.attention.backends import dense_choice, mla_choice, untried_gpu
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
-from vllm_hisparse.cli.plan.plan import Plan
+from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 # Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
@@ -17,7 +18,7 @@ BLOCKS_OUTERMOST = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
 
 def connector_options(plan: Plan) -> dict[str, Any]:
     """Return `kv_connector_extra_config` of the plugin for one rank of a decode instance."""
-    options: dict[str, Any] = {"host_pool_gib": round(plan.host_gib / plan.data_parallel, 1)}
+    options: dict[str, Any] = {"host_pool_gib": math.floor(plan.rank_gib * 10) / 10}
     if not plan.model.is_dsa:
         options |= {"algorithm": "quest", "top_k": plan.top_k}
     if plan.model.selects_blocks:
@@ -174,12 +175,19 @@ def replicas_refusal(plan: Plan) -> str:
     return ""
 
 
+def chart_refusal(plan: Plan) -> str:
+    """Return why the chart cannot start a plan; empty if it can."""
+    if not replicas_refusal(plan) and plan.tensor_parallel > HOST_GPUS:
+        return f"a pod of the chart has at most {HOST_GPUS} GPUs, not {plan.tensor_parallel}: use the commands"
+    return replicas_refusal(plan)
+
+
 def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     """Return values of the Helm chart: one prefill replica, as many decode replicas as ranks.
 
     NOTE: there is no import buffer, because pods have IPC namespaces of their own, and CUDA IPC needs a common one.
     """
-    host_pool, overhead = max(1, int(plan.host_gib / plan.data_parallel)), 16
+    host_pool, overhead = int(plan.rank_gib) or connector_options(plan)["host_pool_gib"], 16
     extra = {key: value for key, value in connector_options(plan).items() if key != "host_pool_gib"}
     for name in ("device_buffer_size", "import_buffer_gib"):
         extra.pop(name, None)

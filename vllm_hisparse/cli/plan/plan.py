@@ -21,6 +21,7 @@ FOUR_BITS = (
     " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
     "assumed, for all weights but the head."
 )
+LEAST_RANK_GIB = 0.1  # host memory of a rank, which commands have in tenths of a GiB
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
 
@@ -149,6 +150,11 @@ class Plan:
                 f"prefill/decode pair, expected up to {HOST_GPUS}: larger pairs are on several hosts, and the buffer "
                 "pays through CUDA IPC alone, which works within a host. Leave it out"
             )
+        if self.rank_gib < LEAST_RANK_GIB and not self.model.refusal:
+            raise PlanError(
+                f"--host-memory-gib: got {self.host_gib:g}, and {self.data_parallel} ranks, expected at least "
+                f"{LEAST_RANK_GIB * self.data_parallel:g}: {LEAST_RANK_GIB} for each"
+            )
         if self.model.num_heads % self.tensor_parallel:
             raise PlanError(
                 f"--tensor-parallel-size: got {self.tensor_parallel}, expected a divisor of the {self.model.num_heads} "
@@ -170,6 +176,11 @@ class Plan:
     def num_gpus(self) -> int:
         """GPUs of one side of a pair, or of one instance."""
         return self.tensor_parallel * self.data_parallel
+
+    @property
+    def rank_gib(self) -> float:
+        """Host memory for KV of a rank, in GiB."""
+        return self.host_gib / self.data_parallel
 
     @property
     def pair_fits_host(self) -> bool:
@@ -224,7 +235,7 @@ class Plan:
         return KVMemory(
             self.model,
             int(self.kv_gib * 2**30),
-            int(self.host_gib * 2**30 / self.data_parallel),
+            int(self.rank_gib * 2**30),
             self.tensor_parallel,
             self.device_buffer_size,
             self.top_k,
@@ -303,8 +314,10 @@ class Plan:
         """Return the lowest concurrency from which on the plugin pays, up to the planned one; None if there is none."""
         if self.model.refusal:
             return None
+        # NOTE: as soon as all seats are taken, more requests wait and change nothing.
+        most = max(self.seats(system).running for system in self.systems) * self.data_parallel
         found = None
-        for concurrency in range(self.concurrency, 0, -1):
+        for concurrency in range(max(1, min(self.concurrency, most)), 0, -1):
             plugin = self.point(System.plugin, concurrency).tokens_per_s
             if plugin < WORTH_IT * self.point(System.full, concurrency).tokens_per_s:
                 break
