@@ -71,7 +71,7 @@ def replay_command(
     if shortest <= warm_up:
         message = f"got {warm_up}, expected fewer than the {shortest} steps of the shortest request"
         raise typer.BadParameter(message, param_hint="--warm-up")
-    if by_layer and set(selections.layers) == {DRAFT_LAYER}:
+    if by_layer and all(name == DRAFT_LAYER for name in selections.layers):
         message = f"got the layer {DRAFT_LAYER} alone, whose KV stays on the device: no other layer has rows to divide"
         raise typer.BadParameter(message, param_hint="--by-layer")
     if plot is not None:

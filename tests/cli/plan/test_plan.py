@@ -821,7 +821,7 @@ def test_refusals(words: tuple[str, ...], expected: str) -> None:
         (("--request-rate", "inf"), "--request-rate"),
         (("--request-rate", "1e308"), "--request-rate"),
         (("--hit-rate", "nan"), "--hit-rate"),
-        (("--device-kv-gib", "nan"), "got nan, expected a finite number"),
+        (("--device-kv-gib", "inf"), "got inf, expected a finite number"),
         (("--context", "4" * 5000), "expected tokens as a number, as LOW-HIGH"),
         (("--context", "4" * 400), "expected tokens as a number, as LOW-HIGH"),
         (("--context", str(ROOT / "benchmarks" / "traces" / "code-dsa.trace")), "expected tokens as a number"),
@@ -1003,6 +1003,12 @@ def test_a_plan_says_how_weights_in_4_bits_are_counted(tmp_path: Path) -> None:
     four, bf16 = planned(str(tmp_path)), planned(str(tmp_path), "--weight-dtype", "bfloat16")
     assert "a scale of one byte for every 32" in four["confidence"] and "4 bits" not in bf16["confidence"]
     assert four["weights_gib_per_gpu"] < 0.35 * bf16["weights_gib_per_gpu"]
+
+
+def test_heads_without_elements_are_named() -> None:
+    config = PRESETS["Llama-3.1-8B"] | {"head_dim": None, "hidden_size": 31}
+    with pytest.raises(ModelError, match="^m: hidden_size of config.json: got 31, expected at least the 32 attention"):
+        ModelShape.from_config("m", config, "auto")
 
 
 def of_blocks(**changes: Any) -> dict[str, Any]:

@@ -569,6 +569,8 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
 def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     kv_heads, size = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
+    if not size:
+        raise ModelError(f"hidden_size of config.json: got {hidden}, expected at least the {heads} attention heads")
     element = FP8 if kv_dtype == "fp8" else BF16
     return {
         "kv": {
