@@ -31,7 +31,7 @@ class _ReportedRates(_Part):
 
 
 class _Report(_Part):
-    """What a plan reads of a doctor's report; 0 and null are rates that were not measured."""
+    """The part of a doctor's report that a plan reads; 0 and null are rates that were not measured."""
 
     gpu: _ReportedGpu | None = None
     rates: _ReportedRates | None = None

@@ -19,6 +19,7 @@ MXFP4_GROUP = 32  # elements that share a scale of one byte
 WEIGHT_BYTES = {16: BF16, 8: FP8, 4: 0.5 + 1 / MXFP4_GROUP}
 FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
 QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
+LOADED_BITS = {"load_in_4bit": 4, "_load_in_4bit": 4, "load_in_8bit": 8, "_load_in_8bit": 8}  # of bitsandbytes
 FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
 _V32: dict[str, Any] = {
@@ -424,7 +425,8 @@ def _weight_bits(config: dict[str, Any]) -> int:
     groups = found.get("config_groups") if isinstance(found.get("config_groups"), dict) else {}
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     bits: list[Any] = [each.get("num_bits") for each in weights if isinstance(each, dict)]
-    bits += [found.get("bits"), found.get("w_bit"), *(4 for key in ("load_in_4bit", "_load_in_4bit") if found.get(key))]
+    bits += [found.get("bits"), found.get("w_bit")]
+    bits += [width for key, width in LOADED_BITS.items() if found.get(key)]
     bits = [each for each in bits if each is not None]
     names = " ".join(str(found[key]) for key in ("quant_method", "quant_algo") if found.get(key))
     if not bits and (match := re.search(r"(?:fp|int|w)(\d+)", names.lower())):  # fp8, mxfp4, NVFP4, W4A16_AWQ
