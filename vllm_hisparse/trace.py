@@ -133,7 +133,7 @@ class Trace:
         """Read a file.
 
         Raises:
-            TraceError: the file is damaged, or is not a trace.
+            TraceError: the file cannot be read, is damaged, or is not a trace.
         """
         try:
             with path.open("rb") as file:
