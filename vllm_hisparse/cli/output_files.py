@@ -14,7 +14,10 @@ def check_writable(path: Path, option: str) -> None:
         BadParameter: names the option.
     """
     try:
+        is_new = not path.exists()
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise typer.BadParameter(f"got {path}: {error.strerror}", param_hint=option) from None
 
@@ -29,9 +32,9 @@ def check_picture(path: Path, option: str) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
         raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint=option) from None
-    known = FigureCanvasBase.get_supported_filetypes()
+    known = FigureCanvasBase.get_supported_filetypes().keys() - {"pgf"}  # which needs LaTeX
     if path.suffix[1:].lower() not in known:
-        message = f"got {path}, expected a name that ends with one of .{', .'.join(known)}"
+        message = f"got {path}, expected a name that ends with one of .{', .'.join(sorted(known))}"
         raise typer.BadParameter(message, param_hint=option)
     try:
         if not path.parent.exists():

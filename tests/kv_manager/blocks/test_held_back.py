@@ -86,7 +86,7 @@ def test_imports_that_hang_hold_nobody_back_for_long(monkeypatch: pytest.MonkeyP
 
 def test_a_request_whose_pull_failed_holds_nobody_back() -> None:
     """vLLM asks for it before it asks for a request whose KV has come, so it does not wait for a limit that fell."""
-    engine = make_engine(num_device_blocks=60, role="kv_consumer", enable_caching=False)
+    engine = make_engine(num_device_blocks=36, role="kv_consumer", enable_caching=False)
     limit(engine, 3)
     local = engine.ask("local", prompt("x"), max_tokens=10)
     run(engine, 1)

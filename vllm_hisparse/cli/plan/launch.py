@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_hisparse.attention.backends import dense_choice, mla_choice, untried_gpu
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
-from vllm_hisparse.cli.plan.plan import HOST_GPUS, Plan
+from vllm_hisparse.cli.plan.plan import HOST_GPUS, ROUNDING, Plan
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 # Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
@@ -18,7 +18,7 @@ BLOCKS_OUTERMOST = {"VLLM_KV_CACHE_LAYOUT": "BLHNC"}
 
 def connector_options(plan: Plan) -> dict[str, Any]:
     """Return `kv_connector_extra_config` of the plugin for one rank of a decode instance."""
-    options: dict[str, Any] = {"host_pool_gib": math.floor(plan.rank_gib * 10) / 10}
+    options: dict[str, Any] = {"host_pool_gib": math.floor(plan.rank_gib * 10 + ROUNDING) / 10}
     if not plan.model.is_dsa:
         options |= {"algorithm": "quest", "top_k": plan.top_k}
     if plan.model.selects_blocks:

@@ -21,6 +21,7 @@ FOUR_BITS = (
     " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
     "assumed, for all weights but the head."
 )
+ROUNDING = 1e-6  # of floats
 LEAST_RANK_GIB = 0.1  # host memory of a rank, which commands have in tenths of a GiB
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
@@ -150,7 +151,7 @@ class Plan:
                 f"prefill/decode pair, expected up to {HOST_GPUS}: larger pairs are on several hosts, and the buffer "
                 "pays through CUDA IPC alone, which works within a host. Leave it out"
             )
-        if self.rank_gib < LEAST_RANK_GIB and not self.model.refusal:
+        if self.rank_gib < LEAST_RANK_GIB - ROUNDING and not self.model.refusal:
             raise PlanError(
                 f"--host-memory-gib: got {self.host_gib:g}, and {self.data_parallel} ranks, expected at least "
                 f"{LEAST_RANK_GIB * self.data_parallel:g}: {LEAST_RANK_GIB} for each"

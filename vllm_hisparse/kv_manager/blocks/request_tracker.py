@@ -221,7 +221,7 @@ class RequestTracker:
         self.pulls.begin(request_id, instance)
 
     def pull_ended(self, request_id: str) -> None:
-        """Record that a request's KV has come, or cannot come. From the next step on, it may be lent blocks."""
+        """Record that a request's KV has come, or cannot come. If it starts in the next step, it may be lent blocks."""
         if self.pulls.came(request_id):
             self._steps_to_balance = 0
 
@@ -290,7 +290,8 @@ class RequestTracker:
         """
         admitted = self.admitted.keys() & self.requests.keys()
         held = self.sessions & admitted if self.sessions else ()
-        num_idle = sum(name not in self.pulls and self.requests[name].status != RequestStatus.RUNNING for name in held)
+        busy = RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS
+        num_idle = sum(self.requests[name].status not in busy for name in held)
         return len(admitted) - num_idle - self.pulls.num_hung()
 
     # Blocks
@@ -575,7 +576,9 @@ class RequestTracker:
         """
         num_own, num_lent = len(self._own_hot_blocks[request_id]), len(admitted.lent)
         request = self.requests.get(request_id)
-        if request is None or num_own < self._needs.num_complete or request_id in self.pulls:
+        if request is None or num_own < self._needs.num_complete:
+            return Borrower(num_lent, 0, 0)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return Borrower(num_lent, 0, 0)
         num_soon = (STEPS_PER_BALANCE + STEPS_IN_FLIGHT + 1) * self.layout.max_query_len
         least, most = (
