@@ -176,7 +176,7 @@ def test_cache_salt_keeps_prefixes_apart(pair: Pair):
     reply = pair.hot.complete(prompt, **salts[1])
     assert_same_but_rounding([completion(reply)], [full])
     assert num_cached(reply) == WHOLE_BLOCKS
-    assert pair.hot.metric("hisparse_tier_loaded_blocks") == loaded + WHOLE_BLOCKS // BLOCK
+    wait_for(lambda: pair.hot.metric("hisparse_tier_loaded_blocks") == loaded + WHOLE_BLOCKS // BLOCK)
 
 
 def embeddings(prompt: list[int]) -> str:
