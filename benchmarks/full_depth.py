@@ -297,6 +297,10 @@ class Loaded:
         mixed_s: seconds of a mixed case, of which the second half is timed.
         profiled: steps after those that are timed whose kernels are profiled.
         rank: data parallel rank, whose requests arrive at times of their own.
+
+    Attributes:
+        host_memory: kind of memory of the plugin's host pool: `managed`, `pinned`, or `ordinary` (CPU platform). None:
+            another system.
     """
 
     def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, profiled: int, rank: int = 0):
@@ -304,6 +308,7 @@ class Loaded:
         self.mixed_s, self.profiled, self.rank = mixed_s, profiled, rank
         self.query_len = 1 + self.engine.vllm_config.num_speculative_tokens
         self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.host_memory: str | None = llm.collective_rpc(host_memory)[0]
         self._num_added = 0
 
     def measure(self, case: Case) -> dict[str, Any]:
@@ -378,6 +383,21 @@ class Loaded:
             self.engine.step()
 
 
+def host_memory(_worker: Any) -> str | None:
+    """Return the kind of memory that the host pool of a worker's process has, as in `Loaded`."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.platforms import current_platform
+
+    from vllm_hisparse.connector.connector import HiSparseHostConnector
+
+    connector = get_kv_transfer_group()
+    if not isinstance(connector, HiSparseHostConnector):
+        return None
+    if connector.worker.store.is_managed:
+        return "managed"
+    return "pinned" if current_platform.is_cuda() else "ordinary"
+
+
 def scaled_trace(context: int) -> np.ndarray:
     """The trace for a context, [requests, layers, steps, top-k] int32: a position of it stands for eight neighbouring
     ones, so that its top-k of 256 becomes one of 2048, and 4,383 positions become 35,064."""
@@ -415,8 +435,8 @@ def learned_shares(rows_by_layer: str, num_layers: int) -> list[float] | None:
 
 
 def serve(connection: Connection, system: System, job: dict[str, Any], rank: int) -> None:
-    """Load one rank of a system in this process and measure the cases that it receives. It sends None when ready; None
-    ends it."""
+    """Load one rank of a system in this process and measure the cases that it receives. It sends `Loaded.host_memory`
+    when ready; None ends it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the scheduler can be measured
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled for a minute, and tokens are greedy
     if job["data_parallel"] > 1:
@@ -425,7 +445,7 @@ def serve(connection: Connection, system: System, job: dict[str, Any], rank: int
     from vllm import LLM
 
     loaded = Loaded(LLM(**engine_args(system, job)), job["settle"], job["steps"], job["mixed_s"], job["profiled"], rank)
-    connection.send(None)
+    connection.send(loaded.host_memory)
     for case in iter(connection.recv, None):
         connection.send(loaded.measure(case))
 
@@ -499,10 +519,10 @@ def measure_all(system: System, job: dict[str, Any], cases: list[Case]) -> Itera
     ranks = Ranks(system, job)
     start = time.perf_counter()
     try:
-        ranks.wait()
+        memory, *_ = ranks.wait()
         typer.echo(f"{system}: loaded in {time.perf_counter() - start:.0f} s", err=True)
         for case in cases:
-            row = describe(system, job, case) | ranks.measure(case)
+            row = describe(system, job, case) | {"host_memory": memory} | ranks.measure(case)
             typer.echo(json.dumps(row), err=True)
             yield row
     except RuntimeError as error:
@@ -630,7 +650,7 @@ def run(
         "admission",
         "indexer_key_dtype",
         "rows_by_layer",
-        "host_pool_memory",
+        "host_memory",
         "drafts",
         "context",
         "requests",

@@ -30,7 +30,7 @@ JOB = {
 
 
 def measure(system: str, model: str, log_path: str, pipe: Connection, **options: Any) -> None:
-    """Send the rows of all cases, and how many requests are left.
+    """Send the rows of all cases, how many requests are left, and the kind of the host pool's memory.
 
     Args:
         system: of `benchmarks.full_depth`.
@@ -50,7 +50,7 @@ def measure(system: str, model: str, log_path: str, pipe: Connection, **options:
         del args[name]
     loaded = Loaded(LLM(**args), settle=6, steps=8, mixed_s=1.4, profiled=0)
     rows = [loaded.measure(Case.parse(text)) for text in CASES]
-    pipe.send((rows, len(loaded.scheduler.requests)))
+    pipe.send((rows, len(loaded.scheduler.requests), loaded.host_memory))
 
 
 def time_prompts(system: str, model: str, log_path: str, pipe: Connection) -> None:

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.mark.parametrize(("system", "options"), [("full", {}), ("ours", {}), ("ours", {"indexer_key_dtype": "fp4"})])
 def test_prompts_are_not_computed(tmp_path: Path, system: str, options: dict[str, Any]) -> None:
     """Full KV and hot buffers decode from the first step on, what they are asked to, and leave nothing behind."""
-    rows, num_left = results_of(partial(measure, **options), system, tmp_path / "engine.log")
-    assert num_left == 0
+    rows, num_left, host_memory = results_of(partial(measure, **options), system, tmp_path / "engine.log")
+    assert num_left == 0 and host_memory == (None if system == "full" else "ordinary")
     assert rows[0]["steps"] >= 8 and rows[0]["tokens_per_s"] > 0
     assert (rows[0]["hit_rate"] is None) == (system == "full")
 

@@ -153,16 +153,17 @@ def own_memory(num_bytes: int, has_file: bool, kind: MemoryKind = "pinned") -> H
 
 
 def _may_be_managed(num_bytes: int, kind: MemoryKind) -> bool:
-    """Return True if a pool is small enough for managed memory, or if the user insists on managed memory.
-
-    NOTE: managed memory that is larger than the device's free memory has not been tried.
-    """
+    """Return True if a pool is small enough for managed memory, or if the user insists on managed memory."""
     if (reason := why_not_managed(num_bytes)) is None:
         return True
     if kind == "managed":
         logger.warning("HiSparse: %s. If the GPU stalls, remove host_pool_memory, so that the pool is pinned.", reason)
         return True
-    logger.info("HiSparse: the host pool is pinned, because %s. To try it, set host_pool_memory to managed.", reason)
+    logger.info(
+        "HiSparse: the host pool is pinned, because %s. For managed memory, lower host_pool_gib or "
+        "host_to_device_ratio, or set host_pool_memory to managed.",
+        reason,
+    )
     return False
 
 

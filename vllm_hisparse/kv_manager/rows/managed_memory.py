@@ -31,8 +31,8 @@ class NoManagedMemoryError(RuntimeError):
 def why_not_managed(num_bytes: int) -> str | None:
     """Return why memory of this size should not be managed: it is larger than the current device's free memory.
 
-    NOTE: such memory has not been tried. It should never move to the device, but if it did, the device could stall. An
-    engine asks before it takes device memory for KV, so more is free than later.
+    NOTE: pages of such memory should never move to the device, but if they did, the device could stall. An engine asks
+    before it takes device memory for KV, so more is free than later.
 
     Returns:
         The reason, as a clause; None if the memory is small enough, or if there is no CUDA device.
@@ -44,7 +44,7 @@ def why_not_managed(num_bytes: int) -> str | None:
         return None
     return (
         f"a pool of {num_bytes / 2**30:.2f} GiB is larger than the GPU's free memory of {free / 2**30:.2f} GiB, and "
-        "managed memory of such a size has not been tried"
+        "the GPU could stall if so much managed memory moved to it"
     )
 
 
