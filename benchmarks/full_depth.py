@@ -464,7 +464,7 @@ class Ranks:
             self._connections.append(connection)
             self._processes.append(process)
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self) -> list[Any]:
         """The next message of every rank.
 
         Raises:

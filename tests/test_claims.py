@@ -708,6 +708,35 @@ def test_traces_with_managed_memory() -> None:
     )
 
 
+def test_pools_larger_than_the_gpus_free_memory() -> None:
+    heading = "## Pools larger than the GPU's free memory"
+    labels = {(case["context"], case["requests"]): label for label, case in CASES.items()}
+    found, expected, ratios = rows("full_depth_large_pool", system="ours"), [], []
+    for row in found[:-1]:
+        case = {name: row[name] for name in ("context", "requests", "selection", "drafts")}
+        (full,) = rows("full_depth_large_pool", system="full", **case)
+        label = labels[row["context"], row["requests"]] + (", one draft" if row["drafts"] else "")
+        keys = "4 bits" if row["indexer_key_dtype"] == "fp4" else "8 bits"
+        cells = f"{whole(full['tokens_per_s'])}, {full['running_max']} running", whole(row["tokens_per_s"])
+        ratios.append(row["tokens_per_s"] / full["tokens_per_s"])
+        shares = row["rows_by_layer"].rpartition(":")[2]
+        expected.append([label, keys, shares, cells[0], f"{cells[1]}, {row['hit_rate']:.1%} hits", f"{ratios[-1]:.2f}"])
+        assert row["host_memory"] == "pinned" and row["host_pool_memory"] == "auto"
+        assert row["running_max"] == row["requests"]
+        assert row["settle"] == full["settle"] == 300 or not row["drafts"]
+    assert table(heading) == expected
+    many = [each for each, row in zip(ratios, found, strict=False) if row["requests"] > 16]
+    assert f"{heading}: {min(many):.1f} to {max(many):.1f} times full KV\n" in PERFORMANCE
+    by_layer, equal = (each for each, row in zip(ratios, found, strict=False) if row["requests"] == 16)
+    assert f"at {by_layer:.2f} instead of {equal:.2f} of full KV" in section(heading)
+    long = found[-1]
+    assert long["requests"] == long["running_max"] == 8 and long["device_buffer_size"] == 3072
+    gb = long["device_kv_gib"] * 2**30 / long["requests"] / 1e9
+    assert f"at once in {long['device_kv_gib']} GiB of device memory for KV, which is {gb:.2f} GB for each" in section(
+        heading
+    )
+
+
 def test_plans_with_managed_memory(tmp_path: Path) -> None:
     """Predictions with the rate of pinned memory, of cases with the default options."""
     path = ROOT / "benchmarks" / "results" / "h200" / "full_depth_managed.json"
@@ -803,6 +832,40 @@ def test_sizes_of_microbatches() -> None:
     change = [float(times(35064, run, 3)) / float(times(35064, run, 4)) - 1 for run in (1, 2)]
     claim = f"it took {-100 * change[1]:.0f}% less in one of two runs, and {100 * change[0]:.0f}% more in the other"
     assert claim in text
+
+
+def test_gathers_of_microbatches() -> None:
+    """Throughput of other gathers over that of the package's, in the first run and in keys of 4 bits."""
+    decision = (ROOT / "docs" / "decisions" / "microbatches.md").read_text()
+    cases = [(32768, 56), (35064, 56), (65536, 28), (67832, 28)]
+    same = {"copies": "side by side", "indexer_key_dtype": "fp4", "run": 1}
+    package = {"gather_thread_blocks": 8, "rows_of_a_warp": 1, "scoring_thread_blocks": 132}
+
+    def ratios(context: int, requests: int, sizes: list[int], **switches: int) -> list[float]:
+        wanted = same | package | {"context": context, "requests": requests}
+        own = [18, 19, 19] if requests == 56 else [14, 14]
+        first = rows("microbatch_gathers", **wanted, microbatches=own)[0]["tokens_per_s"]
+        found = rows("microbatch_gathers", **(wanted | switches), microbatches=sizes or own)
+        return [row["tokens_per_s"] / first for row in found]
+
+    for label, switches in (
+        ("4, two", {"gather_thread_blocks": 4, "rows_of_a_warp": 2}),
+        ("6, two", {"gather_thread_blocks": 6, "rows_of_a_warp": 2}),
+        ("4, four", {"gather_thread_blocks": 4, "rows_of_a_warp": 4}),
+        ("8, one; the kernel that scores keys has 120 thread blocks", {"scoring_thread_blocks": 120}),
+    ):
+        cells = [f"{ratios(*case, [], **switches)[0]:.2f}" for case in cases]
+        assert f"| {' | '.join([label, *cells])} |" in decision
+    two = [f"{ratios(*case, [28, 28])[0]:.2f}" for case in cases[:2]]
+    assert f"| 8, one; two microbatches | {two[0]} | {two[1]} |" in decision
+    again = [ratio for case in cases for ratio in ratios(*case, [])[1:]]
+    assert f"The same form again gave {min(again):.2f} to {max(again):.2f}" in " ".join(decision.split())
+    found = [row for row in rows("microbatch_gathers", run=2, last_products_at_once=False) if row["context"] == 35064]
+    three, *others = (
+        max(row["tokens_per_s"] for row in found if len(row["microbatches"]) == number) for number in (3, 1, 2)
+    )
+    assert all(1.015 < three / other < 1.035 for other in others)
+    assert "three microbatches were 2 to 3% faster than two and than a whole step" in " ".join(decision.split())
 
 
 def test_the_long_soak() -> None:

@@ -345,7 +345,7 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
             f"h200/full_depth_{name}.json"
             for name in (
                 *("peers", "peers_drafts", "peers_fit", "fit", "admission_settled"),
-                *("equal_shares", "select_positions", "rows_by_layer", "managed"),
+                *("equal_shares", "select_positions", "rows_by_layer", "managed", "large_pool"),
             )
         ),  # cases of other files, beside SGLang, on one GPU, after more steps, or with managed memory
     }

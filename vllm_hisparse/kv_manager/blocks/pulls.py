@@ -20,9 +20,6 @@ class Pulls:
         self._requests: dict[str, set[str]] = defaultdict(set)  # prefill instance -> request ids
         self._quiet_since: dict[str, float] = {}  # prefill instance -> when the last KV came, or the first pull began
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._instances
-
     def __len__(self) -> int:
         return len(self._instances)
 
