@@ -15,6 +15,8 @@ def check_writable(path: Path, option: str) -> None:
     """
     try:
         is_new = not path.exists()
+        if path.is_fifo():  # opening it waits for a reader
+            raise typer.BadParameter(f"got {path}, a FIFO, expected a file", param_hint=option)
         path.open("a").close()
         if is_new:
             path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -880,6 +881,7 @@ def test_a_large_concurrency_is_planned_at_once() -> None:
         ("plan.foo", "expected a name that ends with one of"),
         ("plan", "expected a name that ends with one of"),
         ("folder.png", "Is a directory"),
+        ("fifo.png", "expected a file"),
         ("file/plan.png", "Not a directory"),
     ],
 )
@@ -888,6 +890,7 @@ def test_pictures_that_cannot_be_written_are_refused_first(
 ) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "fifo.png")
     (tmp_path / "file").touch()
     monkeypatch.setattr(plan_command, "commands", lambda *_: pytest.fail("work has begun"))
     message = refusal("Llama-3.1-8B", "--chart", str(tmp_path / name))
