@@ -299,8 +299,8 @@ class Loaded:
         rank: data parallel rank, whose requests arrive at times of their own.
 
     Attributes:
-        host_memory: kind of memory of the plugin's host pool: `managed`, `pinned`, or `ordinary` (CPU platform). None:
-            another system.
+        host_memory: kinds of memory of the ranks' host pools: `managed`, `pinned`, or `ordinary` (CPU platform); None:
+            another system than the plugin.
     """
 
     def __init__(self, llm: Any, settle: int, steps: int, mixed_s: float, profiled: int, rank: int = 0):
@@ -308,7 +308,7 @@ class Loaded:
         self.mixed_s, self.profiled, self.rank = mixed_s, profiled, rank
         self.query_len = 1 + self.engine.vllm_config.num_speculative_tokens
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.host_memory: str | None = llm.collective_rpc(host_memory)[0]
+        self.host_memory = joined(llm.collective_rpc(host_memory))
         self._num_added = 0
 
     def measure(self, case: Case) -> dict[str, Any]:
@@ -396,6 +396,11 @@ def host_memory(_worker: Any) -> str | None:
     if connector.worker.store.is_managed:
         return "managed"
     return "pinned" if current_platform.is_cuda() else "ordinary"
+
+
+def joined(kinds: list[str | None]) -> str | None:
+    """Return the kinds of memory of all ranks in one text; None if they have none."""
+    return " and ".join(sorted({kind for kind in kinds if kind is not None})) or None
 
 
 def scaled_trace(context: int) -> np.ndarray:
@@ -519,7 +524,7 @@ def measure_all(system: System, job: dict[str, Any], cases: list[Case]) -> Itera
     ranks = Ranks(system, job)
     start = time.perf_counter()
     try:
-        memory, *_ = ranks.wait()
+        memory = joined(ranks.wait())
         typer.echo(f"{system}: loaded in {time.perf_counter() - start:.0f} s", err=True)
         for case in cases:
             row = describe(system, job, case) | {"host_memory": memory} | ranks.measure(case)

@@ -232,3 +232,8 @@ def test_traces_fit_their_contexts(context: int) -> None:
     repeat = full_depth.V32["index_topk"] // positions.shape[-1]
     assert positions.dtype == np.int32 and positions.shape[1] == 8
     assert context - 16 * repeat < (positions.max() + 1) * repeat <= context
+
+
+def test_kinds_of_memory_of_all_ranks() -> None:
+    assert full_depth.joined([None, None]) is None and full_depth.joined(["pinned", "pinned"]) == "pinned"
+    assert full_depth.joined(["pinned", "managed"]) == "managed and pinned"

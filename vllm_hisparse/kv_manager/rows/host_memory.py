@@ -157,7 +157,7 @@ def _may_be_managed(num_bytes: int, kind: MemoryKind) -> bool:
     if (reason := why_not_managed(num_bytes)) is None:
         return True
     if kind == "managed":
-        logger.warning("HiSparse: %s. If the GPU stalls, remove host_pool_memory, so that the pool is pinned.", reason)
+        logger.warning("HiSparse: %s. If the GPU stalls, set host_pool_memory to pinned.", reason)
         return True
     logger.info(
         "HiSparse: the host pool is pinned, because %s. For managed memory, lower host_pool_gib or "
