@@ -1001,6 +1001,41 @@ def test_bits_that_are_unknown_are_refused(quantization: dict, got: str) -> None
     assert ModelShape.from_config("m", config, "auto", "fp8").weight_bits == 8
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "bits"),
+    [("NVFP4", 4), ("W4A16_NVFP4", 4), ("W4A8_AWQ", 4), ("fp8_pb_wo", 8), ("MXFP8", 8)],
+)
+def test_bits_are_read_beside_config_json(tmp_path: Path, algorithm: str, bits: int) -> None:
+    """ModelOpt before 0.31 writes them to a file of their own, which vLLM reads if config.json does not tell."""
+    config = PRESETS["Llama-3.1-8B"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    assert ModelShape.load(str(tmp_path)).weight_bits == bits
+    assert ModelShape.load(str(tmp_path / "config.json")).weight_bits == bits
+    told = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config | told))
+    assert ModelShape.load(str(tmp_path)).weight_bits == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (
+            {"quantization": {"quant_algo": "MIXED_PRECISION"}},
+            "hf_quant_config.json: got MIXED_PRECISION with an",
+        ),
+        ({"quantization": {"quant_algo": None}}, "hf_quant_config.json: got no quant_method with an unknown"),
+        ([], "hf_quant_config.json is no configuration of a model: got a list"),
+    ],
+)
+def test_files_beside_config_json_that_tell_no_bits_are_refused(tmp_path: Path, content: Any, got: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Llama-3.1-8B"]))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=re.escape(got)):
+        ModelShape.load(str(tmp_path))
+
+
 def test_a_plan_says_how_weights_in_4_bits_are_counted(tmp_path: Path) -> None:
     config = PRESETS["Llama-3.1-8B"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))

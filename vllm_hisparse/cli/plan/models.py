@@ -414,7 +414,8 @@ def _check_types(config: dict[str, Any], types: dict[str, tuple[str, ...]], pref
 
 
 def _weight_bits(config: dict[str, Any]) -> int:
-    """Return the bits of a weight, as far as `quantization_config` tells.
+    """Return the bits of a weight, as far as `quantization_config` tells, which may be the content of ModelOpt's
+    `hf_quant_config.json`.
 
     Raises:
         ModelError: weights have several widths, an unknown one, or one that is not told.
@@ -422,6 +423,9 @@ def _weight_bits(config: dict[str, Any]) -> int:
     found = config.get("quantization_config")
     if not found:
         return 16
+    source = "quantization_config of config.json"
+    if isinstance(found.get("quantization"), dict):
+        source, found = "quantization of hf_quant_config.json", found["quantization"]
     groups = found.get("config_groups") if isinstance(found.get("config_groups"), dict) else {}
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     bits: list[Any] = [each.get("num_bits") for each in weights if isinstance(each, dict)]
@@ -434,7 +438,7 @@ def _weight_bits(config: dict[str, Any]) -> int:
     if not bits or any(type(each) is not int or each != bits[0] or each not in WEIGHT_BYTES for each in bits):
         told = f"weights of {' and '.join(map(str, bits))} bits" if bits else "an unknown number of bits of a weight"
         raise ModelError(
-            f"quantization_config of config.json: got {names or 'no quant_method'} with {told}, expected 4, 8 or 16 "
+            f"{source}: got {names or 'no quant_method'} with {told}, expected 4, 8 or 16 "
             "for all weights. Give --weight-dtype to plan with others"
         )
     return bits[0]
@@ -501,13 +505,21 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ModelError(f"got {model!r}, expected a directory, a config.json or one of {', '.join(PRESETS)}")
+    config = _read_object(path)
+    beside = path.with_name("hf_quant_config.json")  # in checkpoints of ModelOpt before 0.31
+    if path.name == "config.json" and config.get("quantization_config") is None and beside.is_file():
+        config["quantization_config"] = _read_object(beside)
+    return path.parent.name if path.name == "config.json" else path.stem, config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ModelError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is no configuration of a model: got a {type(config).__name__}, expected an object")
-    return path.parent.name if path.name == "config.json" else path.stem, config
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is no configuration of a model: got a {type(found).__name__}, expected an object")
+    return found
 
 
 def num_full_kv_layers(config: dict[str, Any]) -> int:
