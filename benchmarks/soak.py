@@ -5,7 +5,7 @@
 There are always more requests than the host pool has room for: conversations of several turns, streaming sessions,
 prefixes that requests share, three priorities (so that requests are preempted), clients that leave, prefix caches that
 are emptied, an fs tier that is smaller than what is stored in it, and, if asked for, drafts. Every answer, whole or
-broken off, is compared with that of a second engine: stock vLLM with full KV, one request at a time. Tokens may differ
+broken off, is compared with that of another engine: stock vLLM with full KV, one request at a time. Tokens may differ
 at a tie alone: this engine's token is one of full KV's best ones, not farther from the best one than `TIE_MARGIN`, or
 full KV chooses it with other chunks of the prompt. The comparison then goes on behind this engine's token. Rows in hot
 buffers are compared with the host pool byte by byte, and host blocks that are taken are filled with NaN. Memory and
@@ -18,12 +18,17 @@ import json
 import os
 import signal
 import tempfile
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from enum import StrEnum
 from itertools import combinations, takewhile
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import numpy as np
@@ -154,17 +159,6 @@ class Judge:
             self.widest_tie = max(self.widest_tie, margin or 0.0)
             position += 1
 
-    def row(self) -> dict[str, Any]:
-        return {
-            "compared_answers": self.num_answers,
-            "compared_tokens": self.num_tokens,
-            "ties": self.num_ties,
-            "shown_ties": self.num_shown,
-            "widest_tie": round(self.widest_tie, 3),
-            "largest_mean_logprob_difference": round(self.largest_difference, 4),
-            "wrong_tokens": self.num_wrong,
-        }
-
     def _blame(self, answer: dict[str, Any], position: int, expected: int, margin: float | None) -> None:
         self.num_wrong += 1
         if len(self.wrong) < MAX_SHOWN:
@@ -193,6 +187,63 @@ class Judge:
         return self._known[key]
 
 
+def verdict(judges: Sequence[Judge]) -> dict[str, Any]:
+    """Return what all judges have found, as entries of the soak's row."""
+    return {
+        "compared_answers": sum(judge.num_answers for judge in judges),
+        "compared_tokens": sum(judge.num_tokens for judge in judges),
+        "ties": sum(judge.num_ties for judge in judges),
+        "shown_ties": sum(judge.num_shown for judge in judges),
+        "widest_tie": round(max(judge.widest_tie for judge in judges), 3),
+        "largest_mean_logprob_difference": round(max(judge.largest_difference for judge in judges), 4),
+        "wrong_tokens": sum(judge.num_wrong for judge in judges),
+    }
+
+
+class Comparisons:
+    """Comparisons of answers, as many side by side as there are judges. Close it when it is no longer needed.
+
+    Args:
+        judges: the judges; each compares one answer at a time.
+    """
+
+    def __init__(self, judges: Sequence[Judge]):
+        self._idle: SimpleQueue[Judge] = SimpleQueue()
+        for judge in judges:
+            self._idle.put(judge)
+        self._executor = ThreadPoolExecutor(len(judges))
+        self._open: set[Future[None]] = set()
+
+    def __len__(self) -> int:
+        """Number of answers that are not compared yet."""
+        self._open = {each for each in self._open if not each.done() or each.exception() is not None}
+        return len(self._open)
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Let an idle judge compare an answer, or the first one that becomes idle."""
+        self._open.add(self._executor.submit(self._compare, answer))
+
+    def wait(self) -> None:
+        """Wait until one more answer is compared, or for a second.
+
+        Raises:
+            EOFError: a judge's engine has ended.
+        """
+        for each in wait_for(self._open, timeout=1.0, return_when=FIRST_COMPLETED).done:
+            each.result()
+
+    def close(self) -> None:
+        """End after the comparisons that have begun; drop the others."""
+        self._executor.shutdown(cancel_futures=True)
+
+    def _compare(self, answer: dict[str, Any]) -> None:
+        judge = self._idle.get()
+        try:
+            judge.compare(answer)
+        finally:
+            self._idle.put(judge)
+
+
 def warm_up(minutes: list[float]) -> float:
     """Return the minute from which on memory counts: before, pools fill and code is loaded."""
     return max(WARM_UP_SHARE * minutes[-1], MIN_WARM_UP)
@@ -216,7 +267,7 @@ def is_flat(minutes: list[float], slope: float | None) -> bool | None:
     return None if slope is None else slope * min(hours, 1.0) <= FLAT_MIB
 
 
-def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | None) -> dict[str, Any]:
+def summary(samples: list[dict[str, Any]], judges: Sequence[Judge], end: dict[str, Any] | None) -> dict[str, Any]:
     """The row of a soak: the last sample, the comparison, slopes of memory, what is left at the end, all samples.
 
     Memory of the processes' own decides whether the soak is flat (`own_mib`). PSS would not do, because it falls when
@@ -224,7 +275,7 @@ def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | N
 
     Args:
         samples: samples so far, at least one.
-        judge: comparison so far.
+        judges: what compares the answers.
         end: counts of things left at the end; None: the soak still runs, or broke off.
     """
     minutes = [sample["minute"] for sample in samples]
@@ -235,7 +286,8 @@ def summary(samples: list[dict[str, Any]], judge: Judge, end: dict[str, Any] | N
     }
     flat = is_flat(minutes, slopes["own_mib_per_hour"])
     state = {"has_ended": end is not None, **slopes, "is_flat": flat, "left_at_end": end}
-    return samples[-1] | judge.row() | state | {"wrong": judge.wrong, "samples": samples}
+    wrong = [answer for judge in judges for answer in judge.wrong]
+    return samples[-1] | verdict(judges) | state | {"wrong": wrong, "samples": samples}
 
 
 def is_clean(row: dict[str, Any]) -> bool:
@@ -262,6 +314,9 @@ def run(
     drafts: Annotated[int, typer.Option(min=0, help="n-gram drafts of a step")] = 0,
     async_scheduling: Annotated[bool, typer.Option(help="on the CPU platform: two batches in flight")] = False,
     live: Annotated[int, typer.Option(min=1, help="requests in flight")] = 32,
+    num_judges: Annotated[
+        int, typer.Option("--judges", min=1, help="engines with full KV that compare answers, side by side")
+    ] = 1,
     sample_s: Annotated[float, typer.Option(help="seconds between two looks at the memory")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the clients")] = 0,
     trace_python: Annotated[
@@ -297,32 +352,35 @@ def run(
             "trace_python": trace_python,
         }
         engine, engine_end = context.Pipe()
-        full_kv, full_kv_end = context.Pipe()
+        full_kv, full_kv_ends = zip(*(context.Pipe() for _ in range(num_judges)), strict=True)
         full_kv_args = model | engine_args(device, None, 0)
         processes = [
-            context.Process(target=serve_full_kv, args=(full_kv_end, full_kv_args), daemon=True),
-            context.Process(target=serve, args=(engine_end, job), daemon=True),
+            context.Process(target=serve_full_kv, args=(end, full_kv_args), daemon=True) for end in full_kv_ends
         ]
-        for process in processes:
+        processes.append(context.Process(target=serve, args=(engine_end, job), daemon=True))
+        for process, its_end in zip(processes, [*full_kv_ends, engine_end], strict=True):
             process.start()
-        engine_end.close()
-        full_kv_end.close()
+            its_end.close()
         signal.signal(signal.SIGTERM, lambda *_: engine.send(None))
-        full_kv.recv()
-        judge, end = Judge(full_kv, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]), None
+        for connection in full_kv:
+            connection.recv()
+        judges = [Judge(each, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]) for each in full_kv]
+        end, comparisons = None, Comparisons(judges)
         described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
         described |= {"host_pool_gib": pool_gib}
-        described["async_scheduling"] = async_scheduling or device == Device.gpu
-        backlog: deque[dict[str, Any]] = deque()
+        described |= {"async_scheduling": async_scheduling or device == Device.gpu, "judges": num_judges}
         try:
-            while end is None or backlog:
-                if end is None and len(backlog) < MAX_BACKLOG and engine.poll(0 if backlog else 1):
+            while end is None or len(comparisons):
+                if end is not None or len(comparisons) >= MAX_BACKLOG:
+                    comparisons.wait()
+                elif engine.poll(1):
                     kind, content = engine.recv()
                     if kind == "answer":
-                        backlog.append(content)
+                        comparisons.add(content)
                     elif kind == "sample":
-                        samples.append(content | {"full_kv_own_mib": own_mib(processes[0].pid)})
-                        row = described | summary(samples, judge, None) | {"backlog": len(backlog)}
+                        own = sum(own_mib(process.pid) for process in processes[:num_judges])
+                        samples.append(content | {"full_kv_own_mib": round(own, 1)})
+                        row = described | summary(samples, judges, None) | {"backlog": len(comparisons)}
                         write_result(output, ctx, "benchmarks.soak", [row], hardware)
                         typer.echo(
                             json.dumps({k: v for k, v in row.items() if k not in ("samples", "wrong")}), err=True
@@ -331,14 +389,15 @@ def run(
                         described |= content
                     elif kind == "end":
                         end = content
-                elif backlog:
-                    judge.compare(backlog.popleft())
         except EOFError:
             typer.echo("an engine has ended before its time", err=True)
-        row = described | summary(samples, judge, end)
+        comparisons.close()
+        row = described | summary(samples, judges, end)
         write_result(output, ctx, "benchmarks.soak", [row], hardware)
         typer.echo(json.dumps({k: v for k, v in row.items() if k not in ("samples",)}), err=True)
-        full_kv.send(None)
+        for connection in full_kv:
+            with suppress(OSError):
+                connection.send(None)
         for process in processes:
             process.join(60)
             process.kill()

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.soak import Device, Judge, connector_options, is_clean, slope_per_hour, summary
+from benchmarks.soak import (
+    Comparisons,
+    Device,
+    Judge,
+    connector_options,
+    is_clean,
+    slope_per_hour,
+    summary,
+    verdict,
+)
 from benchmarks.soak_engine import Clients, Lengths
 from vllm_hisparse.config import HiSparseConfig
 
@@ -84,6 +94,56 @@ def test_full_kv_is_asked_once() -> None:
     assert full.asked == [(PROMPT, 4, 64)]
 
 
+def finished(comparisons: Comparisons) -> None:
+    while len(comparisons):
+        comparisons.wait()
+    comparisons.close()
+
+
+def test_judges_compare_side_by_side() -> None:
+    """Each answer is compared once, and every judge's findings count."""
+    judges = [Judge(FullKV(), 0.5, 64) for _ in range(3)]
+    comparisons = Comparisons(judges)
+    for _ in range(20):
+        comparisons.add(answer([3, 104, 5, 6]))
+        comparisons.add(answer([3, 9, 5, 6]))
+    finished(comparisons)
+    found = verdict(judges)
+    assert (found["compared_answers"], found["compared_tokens"], found["ties"]) == (40, 160, 20)
+    assert found["wrong_tokens"] == 20 and found["widest_tie"] == 0.25
+    row = summary([{"minute": 0.0, "rss_mib": {"engine": 1.0}, "own_mib": {"engine": 1.0}}], judges, None)
+    assert {wrong["got"] for wrong in row["wrong"]} == {9}
+
+
+def test_as_many_answers_at_a_time_as_judges() -> None:
+    meet = Barrier(3, timeout=60)
+
+    class Together(FullKV):
+        def recv(self) -> dict[str, list]:
+            meet.wait()
+            return super().recv()
+
+    judges = [Judge(Together(), 0.5, 64) for _ in range(3)]
+    comparisons = Comparisons(judges)
+    for _ in range(3):
+        comparisons.add(answer([3, 4, 5, 6]))
+    finished(comparisons)
+    assert [judge.num_answers for judge in judges] == [1, 1, 1]
+
+
+def test_the_end_of_a_judges_engine_is_told() -> None:
+    class Ended(FullKV):
+        def recv(self) -> dict[str, list]:
+            raise EOFError
+
+    comparisons = Comparisons([Judge(Ended(), 0.5, 64)])
+    comparisons.add(answer([3, 4, 5, 6]))
+    with pytest.raises(EOFError):
+        finished(comparisons)
+    assert len(comparisons) == 1, "an answer that was not compared must not be forgotten"
+    comparisons.close()
+
+
 def test_the_slope_is_that_of_the_time_after_warm_up() -> None:
     minutes = [float(minute) for minute in range(60)]
     growing = [1000 + 500 * min(minute, 20) + 0.5 * minute for minute in minutes]
@@ -125,7 +185,7 @@ def test_memory_that_grows_is_a_leak(series: Callable[[float], float], total: in
         {"minute": minute, "own_mib": {"engine": 900 + series(minute)}, "rss_mib": {"engine": 1000 - minute}}
         for minute in minutes
     ]
-    assert summary(samples, Judge(FullKV(), 0.5, 64), None)["is_flat"] is expected
+    assert summary(samples, [Judge(FullKV(), 0.5, 64)], None)["is_flat"] is expected
 
 
 def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wrong_tokens: int = 0) -> dict[str, Any]:
@@ -135,7 +195,7 @@ def make_row(slope: float, end: dict[str, Any] | None, wrong_rows: int = 0, wron
         {"minute": minute, "rss_mib": {"engine": 1.0}, "own_mib": {"engine": 900 + slope * minute / 60}}
         for minute in range(90)
     ]
-    return summary([sample | {"wrong_rows": wrong_rows} for sample in samples], judge, end)
+    return summary([sample | {"wrong_rows": wrong_rows} for sample in samples], [judge], end)
 
 
 def test_a_clean_soak_is_flat_and_leaves_nothing() -> None:
