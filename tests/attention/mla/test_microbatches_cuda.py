@@ -134,7 +134,14 @@ def test_which_steps_have_microbatches(microbatches: ModuleType) -> None:
 
     assert requests_of(35) == [slice(0, 17), slice(17, 35)]
     assert requests_of(36) == [slice(0, 12), slice(12, 24), slice(24, 36)]
-    for changes, numbers in (({}, (2, 3, 3, 4, 4)), ({"host_is_managed": True}, (2, 2, 2, 2, 3))):
+    managed, pinned_numbers = {"host_is_managed": True}, (2, 3, 3, 4, 4)
+    with_drafts = {"shape": replace(shape, max_query_len=2)}
+    for changes, numbers in (
+        ({}, pinned_numbers),
+        (managed, (2, 2, 2, 2, 3)),
+        (with_drafts, pinned_numbers),
+        (managed | with_drafts, pinned_numbers),
+    ):
         assert [len(requests_of(number, **changes)) for number in (35, 36, 47, 48, 54)] == list(numbers)
         assert len(requests_of(100, **changes)) == 4, "as many as there are streams"
     assert requests_of(53, host_is_managed=True) == [slice(0, 26), slice(26, 53)]

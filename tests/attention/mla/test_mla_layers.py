@@ -542,7 +542,7 @@ def test_microbatches(
     """Requests of a microbatch attend to their own rows; steps in which not all decode alike have no microbatches."""
     backend = cuda_modules["backend"]
     monkeypatch.setattr(cuda_modules["microbatches"], "MIN_REQUESTS", 2)
-    monkeypatch.setattr(cuda_modules["microbatches"], "PINNED_REQUESTS", 1)
+    monkeypatch.setattr(cuda_modules["microbatches"], "LEAST_REQUESTS", 1)
     monkeypatch.setattr(backend, "join_query", lambda nope, rope: torch.cat((nope, rope), -1))
     model = make_cuda_model(name, backend, monkeypatch, query_len=query_len)
     requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
@@ -626,7 +626,7 @@ def test_steps_whose_parts_would_share_a_plan_or_a_workspace_are_not_divided(
     cuda_modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_modules["microbatches"], "MIN_REQUESTS", 2)
-    monkeypatch.setattr(cuda_modules["microbatches"], "PINNED_REQUESTS", 1)
+    monkeypatch.setattr(cuda_modules["microbatches"], "LEAST_REQUESTS", 1)
     requests = [Request(1 + 9 * i, list(range(10 * i, 10 * i + 10)), i) for i in range(3)]
     for name, is_divided in (("HotFlashAttnMLA", True), *((name, False) for name in ("HotFlashInferMLA", *SM100))):
         model = make_cuda_model(name, cuda_modules["backend"], monkeypatch)

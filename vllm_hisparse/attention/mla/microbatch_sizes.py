@@ -1,7 +1,7 @@
 """Sizes of the steps that decode in microbatches. They are in a module of their own, so that `plan` needs no vLLM."""
 
 MIN_REQUESTS = 24  # smaller steps are not divided
-# Least requests of a microbatch in a step of three or more, with host rows in pinned or in managed memory. Rows arrive
-# sooner from managed memory, so there is less to hide.
-PINNED_REQUESTS, MANAGED_REQUESTS = 12, 18
+# Least requests of a microbatch in a step of three or more. Rows arrive sooner from managed memory, so there is less to
+# hide: without drafts, microbatches are larger then. With drafts, a request misses more rows in a step.
+LEAST_REQUESTS, MANAGED_LEAST_REQUESTS = 12, 18
 MAX_REQUESTS = 128  # larger steps are not divided, because their sequences are short and mostly hot

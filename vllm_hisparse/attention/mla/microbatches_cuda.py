@@ -21,7 +21,12 @@ from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
 
-from vllm_hisparse.attention.mla.microbatch_sizes import MANAGED_REQUESTS, MAX_REQUESTS, MIN_REQUESTS, PINNED_REQUESTS
+from vllm_hisparse.attention.mla.microbatch_sizes import (
+    LEAST_REQUESTS,
+    MANAGED_LEAST_REQUESTS,
+    MAX_REQUESTS,
+    MIN_REQUESTS,
+)
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.limits import NUM_STREAMS
 
@@ -114,7 +119,8 @@ def make_microbatches(
     """
     if not may_be_divided(num_requests) or hot_buffer.shape.holds_all(num_requests) or not all(hot_buffer.selects):
         return ()
-    least = MANAGED_REQUESTS if hot_buffer.host_is_managed else PINNED_REQUESTS
+    has_drafts = hot_buffer.shape.max_query_len > 1
+    least = MANAGED_LEAST_REQUESTS if hot_buffer.host_is_managed and not has_drafts else LEAST_REQUESTS
     number = min(max(num_requests // least, 2), MAX_MICROBATCHES)
     ends = [num_requests * index // number for index in range(number + 1)]
     return [
