@@ -275,7 +275,7 @@ def summary(samples: list[dict[str, Any]], judges: Sequence[Judge], end: dict[st
 
     Args:
         samples: samples so far, at least one.
-        judges: what compares the answers.
+        judges: judges of the answers.
         end: counts of things left at the end; None: the soak still runs, or broke off.
     """
     minutes = [sample["minute"] for sample in samples]
