@@ -972,6 +972,36 @@ def test_buffers_are_as_large_as_the_kernels_take(model: str, unit: int) -> None
         ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, 8),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, 16),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "int4"}]}, "layer_quant_config": {}},
+            4,
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp4"}},
+                "layer_quant_config": {
+                    "*k_proj": {"weight": {"dtype": "fp4"}, "output_tensors": {"dtype": "fp8_e4m3"}}
+                },
+            },
+            4,
+        ),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}}, 4),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8DynamicActivationInt4WeightConfig"}}},
+            4,
+        ),
+        ({"quant_method": "torchao", "quant_type": {"default": "float8_dynamic_activation_float8_weight"}}, 8),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A16_AWQ"}},
+            },
+            4,
+        ),
     ],
 )
 def test_bits_of_weights(quantization: dict | None, bits: int) -> None:
@@ -982,7 +1012,7 @@ def test_bits_of_weights(quantization: dict | None, bits: int) -> None:
     share = {16: 1.0, 8: 0.5, 4: (0.5 + 1 / 32) / 2}[bits]
     assert shape.weight_bits == bits
     assert shape.weight_bytes - head == pytest.approx((bf16.weight_bytes - head) * share)
-    assert ModelShape.from_config("m", config, "auto", "fp8").weight_bits == 8
+    assert [ModelShape.from_config("m", config, "auto", dtype).weight_bits for dtype in ("fp8", "fp4")] == [8, 4]
 
 
 @pytest.mark.parametrize(
@@ -991,6 +1021,24 @@ def test_bits_of_weights(quantization: dict | None, bits: int) -> None:
         ({"quant_method": "gptq", "bits": 3}, "got gptq with weights of 3 bits"),
         ({"quant_method": "quark", "bits": [4]}, "got quark with weights of [4] bits"),
         ({"quant_method": "quark"}, "got quark with an unknown number of bits"),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+                "layer_quant_config": {"*experts*": {"weight": {"dtype": "fp4"}}},
+            },
+            "got quark with weights of 8 and 4 bits",
+        ),
+        ({"quant_method": "torchao", "quant_type": 3}, "got torchao with an unknown number of bits"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "AutoQuant"}}}, "got torchao with an unknown"),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+            },
+            "got MIXED_PRECISION with weights of 8 and 4 bits",
+        ),
+        ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "got MIXED_PRECISION with an unknown number of bits"),
         ({"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "of 4 and 8 bits"),
         ({"config_groups": {"a": {"weights": None}, "b": 3}}, "got no quant_method with an unknown number of bits"),
     ],

@@ -35,6 +35,7 @@ from vllm_hisparse.cli.plan.models import (
     FP4_REFUSAL,
     PRESETS,
     QUEST_FULL_KV_LAYERS,
+    WEIGHT_DTYPES,
     ModelError,
     ModelShape,
 )
@@ -66,6 +67,7 @@ PARTS = {  # part of a step -> label, where its name does not say enough
     "other": "other kernels",
 }
 KV_DTYPES = ("auto", "bfloat16", "fp8")
+WEIGHT_CHOICES = ("auto", *WEIGHT_DTYPES)
 KEY_DTYPES = ("auto", "fp8", "mxfp4")
 NARROW_KEY_DTYPES = ("auto", "fp4")
 FP4_GPUS = ("B200", "B300", "GB200")
@@ -83,7 +85,9 @@ def plan_command(
     indexer_key_dtype: Annotated[
         str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits on Hopper.")
     ] = "auto",
-    weight_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}; auto: as config.json says.")] = "auto",
+    weight_dtype: Annotated[
+        str, typer.Option(help=f"{', '.join(WEIGHT_CHOICES)}; auto: as the checkpoint says.")
+    ] = "auto",
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(min=0.1, max=1.0, help="As in vLLM. Default: 0.92.")
     ] = None,
@@ -129,7 +133,7 @@ def plan_command(
     Compares full KV, vLLM's native HiSparse and vllm_hisparse. Needs no GPU and no network.
     """
     dtypes: dict[str, tuple[str, tuple[str, ...]]]
-    dtypes = {"--kv-cache-dtype": (kv_cache_dtype, KV_DTYPES), "--weight-dtype": (weight_dtype, KV_DTYPES)}
+    dtypes = {"--kv-cache-dtype": (kv_cache_dtype, KV_DTYPES), "--weight-dtype": (weight_dtype, WEIGHT_CHOICES)}
     dtypes["--indexer-kv-dtype"] = (indexer_kv_dtype, KEY_DTYPES)
     dtypes["--indexer-key-dtype"] = (indexer_key_dtype, NARROW_KEY_DTYPES)
     for option, (value, known) in dtypes.items():

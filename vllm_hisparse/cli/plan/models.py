@@ -17,8 +17,10 @@ BF16, FP8 = 2, 1
 MXFP4_GROUP = 32  # elements that share a scale of one byte
 # Bytes of a weight by its bits. In 4 bits, weights are assumed to have the scales of MXFP4.
 WEIGHT_BYTES = {16: BF16, 8: FP8, 4: 0.5 + 1 / MXFP4_GROUP}
+WEIGHT_DTYPES = {"bfloat16": 16, "fp8": 8, "fp4": 4}
 FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
 QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
+BESIDE = "hf_quant_config"  # file beside config.json, in checkpoints of ModelOpt before 0.31
 LOADED_BITS = {"load_in_4bit": 4, "_load_in_4bit": 4, "load_in_8bit": 8, "_load_in_8bit": 8}  # of bitsandbytes
 FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
@@ -317,7 +319,7 @@ class ModelShape:
         Args:
             model: name of a preset, in any case, or a path.
             kv_dtype: `auto`, `bfloat16` or `fp8`, as `--kv-cache-dtype`.
-            weight_dtype: `auto` (what the configuration says), `bfloat16` or `fp8`.
+            weight_dtype: `auto` (what the configuration says), or a key of `WEIGHT_DTYPES`.
             key_dtype: dtype of indexer keys: `auto`, `fp8` or `mxfp4`.
 
         Raises:
@@ -338,7 +340,7 @@ class ModelShape:
                 config = {key: value for key, value in config.items() if key not in INDEXER_KEYS}
             is_mla, selects_blocks = "kv_lora_rank" in config, bool(config.get("sparse_attention_config"))
             is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
-            bits = _weight_bits(config) if weight_dtype == "auto" else 8 if weight_dtype == "fp8" else 16
+            bits = _weight_bits(config) if weight_dtype == "auto" else WEIGHT_DTYPES[weight_dtype]
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
             if selects_blocks:
                 _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
@@ -414,34 +416,68 @@ def _check_types(config: dict[str, Any], types: dict[str, tuple[str, ...]], pref
 
 
 def _weight_bits(config: dict[str, Any]) -> int:
-    """Return the bits of a weight, as far as `quantization_config` tells, which may be the content of ModelOpt's
-    `hf_quant_config.json`.
+    """Return the bits of a weight, as far as `quantization_config` tells, or else ModelOpt's `hf_quant_config.json`.
 
     Raises:
         ModelError: weights have several widths, an unknown one, or one that is not told.
     """
-    found = config.get("quantization_config")
+    source, found = "quantization_config of config.json", config.get("quantization_config")
+    if not found and (beside := config.get(BESIDE)):
+        source, found = f"quantization of {BESIDE}.json", beside
     if not found:
         return 16
-    source = "quantization_config of config.json"
     if isinstance(found.get("quantization"), dict):
-        source, found = "quantization of hf_quant_config.json", found["quantization"]
-    groups = found.get("config_groups") if isinstance(found.get("config_groups"), dict) else {}
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    bits: list[Any] = [each.get("num_bits") for each in weights if isinstance(each, dict)]
-    bits += [found.get("bits"), found.get("w_bit")]
-    bits += [width for key, width in LOADED_BITS.items() if found.get(key)]
-    bits = [each for each in bits if each is not None]
+        found = found["quantization"]
     names = " ".join(str(found[key]) for key in ("quant_method", "quant_algo") if found.get(key))
+    if found.get("quant_method") == "compressed-tensors" and found.get("config_groups") == {}:
+        return 16  # nothing but KV is quantised
+    bits = _told_bits(found)
     if not bits and (match := re.search(r"(?:fp|int|w)(\d+)", names.lower())):  # fp8, mxfp4, NVFP4, W4A16_AWQ
         bits = [int(match[1])]
-    if not bits or any(type(each) is not int or each != bits[0] or each not in WEIGHT_BYTES for each in bits):
+    bits = [each for index, each in enumerate(bits) if each not in bits[:index]]
+    if len(bits) != 1 or type(bits[0]) is not int or bits[0] not in WEIGHT_BYTES:
         told = f"weights of {' and '.join(map(str, bits))} bits" if bits else "an unknown number of bits of a weight"
         raise ModelError(
             f"{source}: got {names or 'no quant_method'} with {told}, expected 4, 8 or 16 "
             "for all weights. Give --weight-dtype to plan with others"
         )
     return bits[0]
+
+
+def _told_bits(found: dict[str, Any]) -> list[Any]:
+    """Return all widths of weights that the quantization of a checkpoint tells, in any of vLLM's formats."""
+    bits = [found.get("bits"), found.get("w_bit")]
+    bits += [width for key, width in LOADED_BITS.items() if found.get(key)]
+    bits += [each.get("num_bits") for each in _weights_of(found.get("config_groups"), "weights")]
+    # Quark: dtypes such as fp8_e4m3 and int4, for all layers, and for those that differ.
+    quark = [found.get("global_quant_config"), *_values(found.get("layer_quant_config"))]
+    dtypes = [each.get("dtype") for each in _weights_of(dict(enumerate(quark)), "weight")]
+    bits += [_number(r"(\d+)", dtype) for dtype in dtypes]
+    # ModelOpt with several algorithms, such as FP8 and W4A16_AWQ.
+    layers = [each for each in _values(found.get("quantized_layers")) if isinstance(each, dict)]
+    bits += [_number(r"(?:fp|int|w)(\d+)", each.get("quant_algo")) for each in layers]
+    for each in _values(
+        found.get("quant_type")
+    ):  # TorchAO: int4_weight_only, Float8DynamicActivationFloat8WeightConfig
+        name = each.get("_type") if isinstance(each, dict) else each
+        bits.append(_number(r"(\d+)weight", str(name).replace("_", "")))
+    return [each for each in bits if each is not None]
+
+
+def _values(found: Any) -> list[Any]:
+    return list(found.values()) if isinstance(found, dict) else []
+
+
+def _weights_of(groups: Any, key: str) -> list[dict[str, Any]]:
+    """Return the descriptions of weights in groups of layers; a group may have several, which are applied in turn."""
+    found = [group.get(key) for group in _values(groups) if isinstance(group, dict)]
+    flat = [part for each in found for part in (each if isinstance(each, list) else [each])]
+    return [each for each in flat if isinstance(each, dict)]
+
+
+def _number(pattern: str, text: Any) -> int | None:
+    match = re.search(pattern, str(text).lower())
+    return int(match[1]) if match else None
 
 
 def narrow_key_bytes(index_head_dim: int) -> int:
@@ -506,9 +542,9 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise ModelError(f"got {model!r}, expected a directory, a config.json or one of {', '.join(PRESETS)}")
     config = _read_object(path)
-    beside = path.with_name("hf_quant_config.json")  # in checkpoints of ModelOpt before 0.31
-    if path.name == "config.json" and config.get("quantization_config") is None and beside.is_file():
-        config["quantization_config"] = _read_object(beside)
+    beside = path.with_name(f"{BESIDE}.json")
+    if path.name == "config.json" and beside.is_file():
+        config[BESIDE] = _read_object(beside)
     return path.parent.name if path.name == "config.json" else path.stem, config
 
 
