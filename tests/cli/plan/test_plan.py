@@ -1085,6 +1085,39 @@ def test_files_beside_config_json_that_tell_no_bits_are_refused(tmp_path: Path, 
         ModelShape.load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("kept", "share"),
+    [
+        ({"ignore": ["lm_head", "model.layers.*.self_attn*"]}, 1.0),
+        ({"ignore": ["re:.*self_attn.*"]}, 1.0),
+        ({"ignore": ["re:model[.]layers[.][0-7][.]self_attn[.].*"]}, 0.1),
+        ({"ignore": ["re:("]}, 0.0),
+        ({"ignored_layers": ["self_attn"]}, 1.0),
+        ({"modules_to_not_convert": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(20)]}, 0.25),
+        ({"exclude_modules": ["model.layers.1*"]}, 11 / 80),  # 1, and 10 to 19
+        ({"exclude": ["lm_head", "model.layers.7.mlp", 3]}, 0.0),
+        ({"ignore": ["model.language_model.layers.*.self_attn*"]}, 1.0),
+        ({"ignore": None, "exclude": 3}, 0.0),
+    ],
+)
+def test_attention_that_a_checkpoint_leaves_in_16_bits(tmp_path: Path, kept: dict, share: float) -> None:
+    """With --weight-dtype, all weights have this width."""
+    config = PRESETS["Llama-3.3-70B"]
+    hidden, size = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    attention = config["num_hidden_layers"] * heads * hidden * size
+    told = {"quant_method": "fp8"} | kept
+    inline, plain = (
+        ModelShape.from_config("m", config | {"quantization_config": each}, "auto")
+        for each in (told, {"quant_method": "fp8"})
+    )
+    assert inline.weight_bytes - plain.weight_bytes == pytest.approx(share * attention)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"} | kept}))
+    assert ModelShape.load(str(tmp_path)).weight_bytes == pytest.approx(inline.weight_bytes)
+    assert ModelShape.load(str(tmp_path), weight_dtype="fp8").weight_bytes == pytest.approx(plain.weight_bytes)
+
+
 def test_a_plan_says_how_weights_in_4_bits_are_counted(tmp_path: Path) -> None:
     config = PRESETS["Llama-3.1-8B"] | {"quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))

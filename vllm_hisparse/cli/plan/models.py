@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ WEIGHT_DTYPES = {"bfloat16": 16, "fp8": 8, "fp4": 4}
 FP4_REFUSAL = "blocks of indexer keys are read and copied with the layout of fp8: leave out --indexer-kv-dtype mxfp4"
 QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_kv_layers` says otherwise
 BESIDE = "hf_quant_config"  # file beside config.json, in checkpoints of ModelOpt before 0.31
+# Lists of modules that keep 16 bits, in the formats of vLLM
+KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude", "llm_int8_skip_modules")
 LOADED_BITS = {"load_in_4bit": 4, "_load_in_4bit": 4, "load_in_8bit": 8, "_load_in_8bit": 8}  # of bitsandbytes
 FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
@@ -340,7 +343,9 @@ class ModelShape:
                 config = {key: value for key, value in config.items() if key not in INDEXER_KEYS}
             is_mla, selects_blocks = "kv_lora_rank" in config, bool(config.get("sparse_attention_config"))
             is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
-            bits = _weight_bits(config) if weight_dtype == "auto" else WEIGHT_DTYPES[weight_dtype]
+            is_told = weight_dtype == "auto"
+            bits = _weight_bits(config) if is_told else WEIGHT_DTYPES[weight_dtype]
+            kept = _kept_attention(config) if is_told else 0.0
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
             if selects_blocks:
                 _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
@@ -365,7 +370,7 @@ class ModelShape:
             or (FP8_REFUSAL if selects_blocks and kv_dtype == "fp8" else ""),
             weight_bits=bits,
             **attention["kv"],
-            **_weights(config, WEIGHT_BYTES[bits], attention["parameters"]),
+            **_weights(config, WEIGHT_BYTES[bits], attention["parameters"], kept),
         )
 
 
@@ -415,19 +420,51 @@ def _check_types(config: dict[str, Any], types: dict[str, tuple[str, ...]], pref
                 raise ModelError(f"{prefix}{key} of config.json: got {value!r}, expected {expected}")
 
 
+def _quantization(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where a checkpoint tells how its weights are quantised, and what; empty if it does not tell."""
+    source, found = "quantization_config of config.json", config.get("quantization_config") or {}
+    if not found and (beside := config.get(BESIDE)):
+        source, found = f"quantization of {BESIDE}.json", beside
+    inner = found.get("quantization")
+    return source, inner if isinstance(inner, dict) else found
+
+
+def _kept_attention(config: dict[str, Any]) -> float:
+    """Return the share of the layers whose attention a quantised checkpoint leaves in 16 bits."""
+    _, found = _quantization(config)
+    lists = [found[key] for key in KEPT if isinstance(found.get(key), list)]
+    # Models of images and text have the name of their language model before its layers.
+    patterns = [each.replace("language_model.", "") for modules in lists for each in modules if isinstance(each, str)]
+    names = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(config["num_hidden_layers"])]
+    return sum(any(_matches(pattern, name) for pattern in patterns) for name in names) / len(names)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern of a checkpoint's quantization stands for a module, or for one that contains it.
+
+    Args:
+        pattern: `re:` and a regular expression, a name with wildcards, or some parts of a name.
+        name: the module's name.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error:
+            return False
+    if "*" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    return f".{pattern}." in f".{name}."
+
+
 def _weight_bits(config: dict[str, Any]) -> int:
-    """Return the bits of a weight, as far as `quantization_config` tells, or else ModelOpt's `hf_quant_config.json`.
+    """Return the bits of a weight, as far as the checkpoint tells.
 
     Raises:
         ModelError: weights have several widths, an unknown one, or one that is not told.
     """
-    source, found = "quantization_config of config.json", config.get("quantization_config")
-    if not found and (beside := config.get(BESIDE)):
-        source, found = f"quantization of {BESIDE}.json", beside
+    source, found = _quantization(config)
     if not found:
         return 16
-    if isinstance(found.get("quantization"), dict):
-        found = found["quantization"]
     names = " ".join(str(found[key]) for key in ("quant_method", "quant_algo") if found.get(key))
     if found.get("quant_method") == "compressed-tensors" and found.get("config_groups") == {}:
         return 16  # nothing but KV is quantised
@@ -650,7 +687,15 @@ def _add_block_indexers(attention: dict[str, Any], config: dict[str, Any], eleme
     attention["parameters"] += num_sparse * config["hidden_size"] * key * (queries + 1)
 
 
-def _weights(config: dict[str, Any], weight: float, attention_parameters: int) -> dict[str, Any]:
+def _weights(config: dict[str, Any], weight: float, attention_parameters: int, kept: float) -> dict[str, Any]:
+    """Return the fields of `ModelShape` about weights.
+
+    Args:
+        config: the checked configuration.
+        weight: bytes of a quantised weight.
+        attention_parameters: number of weights of all layers' attention.
+        kept: share of them that has 16 bits.
+    """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     size = config.get("moe_intermediate_size") or config.get("intermediate_size", 0)
@@ -668,7 +713,7 @@ def _weights(config: dict[str, Any], weight: float, attention_parameters: int) -
     expert = moe_layers * 3 * hidden * size if experts else 0
     per_token = min(_first(config, "num_experts_per_tok", "moe_k"), experts)
     return {
-        "dense_weight_bytes": float(dense * weight + head * BF16),
+        "dense_weight_bytes": dense * weight + kept * attention_parameters * (BF16 - weight) + head * BF16,
         "expert_bytes": float(expert * weight),
         "num_experts": experts,
         "experts_per_token": per_token,

@@ -19,7 +19,7 @@ NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its cop
 HOST_GPUS = 8  # of most hosts
 FOUR_BITS = (
     " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
-    "assumed, for all weights but the head."
+    "assumed, for all weights but the head, and but attention if the checkpoint leaves it in 16 bits."
 )
 ROUNDING = 1e-6  # of floats
 LEAST_RANK_GIB = 0.1  # host memory of a rank, which commands have in tenths of a GiB
