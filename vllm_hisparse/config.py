@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
-from vllm_hisparse.layout import BLOCK_SIZE, MSA_BLOCK_SIZE, KVLayout
-from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
+from vllm_hisparse.layout import MSA_BLOCK_SIZE, KVLayout, most_buffer_rows, most_drafts
+from vllm_hisparse.ops.limits import MAX_TOP_K
 from vllm_hisparse.tier_config import (
     BUFFER_SHARE,
     MAX_BUFFER_BYTES,
@@ -874,12 +874,10 @@ def takes_images(vllm_config: VllmConfig) -> bool:
 
 def _check_kernel_limits(top_k: int, rows: int, unit: int, query_len: int) -> None:
     """Refuse sizes that exceed the limits of the CUDA kernels."""
-    max_rows = MAX_HOT_ROWS - BLOCK_SIZE  # leaves room for reserved slots
-    max_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     for option, value, most in (
         ("top_k", top_k, MAX_TOP_K * unit),
-        ("device_buffer_size", rows, max_rows * unit),
-        ("--speculative-config num_speculative_tokens", query_len - 1, max(max_drafts, 0)),
+        ("device_buffer_size", rows, most_buffer_rows(unit)),
+        ("--speculative-config num_speculative_tokens", query_len - 1, most_drafts(top_k, unit)),
     ):
         if value > most:
             raise HiSparseConfigError(option, value, f"at most {most} on cuda", "Lower it.")

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import ceil
 from operator import mul
 
-from vllm_hisparse.ops.limits import MAX_HOT_ROWS
+from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN
 
 INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
@@ -22,6 +22,25 @@ RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
 MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
 MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
+
+
+def most_buffer_rows(unit: int) -> int:
+    """Return the largest `device_buffer_size` that the kernels take; the rest of their limit is for reserved slots.
+
+    Args:
+        unit: tokens that are selected together.
+    """
+    return (MAX_HOT_ROWS - BLOCK_SIZE) * unit
+
+
+def most_drafts(top_k: int, unit: int) -> int:
+    """Return the largest number of drafts whose selections the kernels take.
+
+    Args:
+        top_k: positions of a selection.
+        unit: tokens that are selected together.
+    """
+    return max(min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1, 0)
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:

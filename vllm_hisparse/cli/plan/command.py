@@ -41,8 +41,8 @@ from vllm_hisparse.cli.plan.models import (
 )
 from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
 from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
-from vllm_hisparse.layout import BLOCK_SIZE, MSA_UNIT
-from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN, MAX_TOP_K
+from vllm_hisparse.layout import MSA_UNIT, most_buffer_rows, most_drafts
+from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_TOP_K
 from vllm_hisparse.tier_config import MAX_SIZE
 
 DENSE_TOP_K = 2048
@@ -258,14 +258,11 @@ def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size:
     """Refuse sizes that an engine would refuse at start-up."""
     unit, least = 1 if shape.is_dsa else QUEST_PAGE, top_k * (1 + drafts)
     unit = MSA_UNIT if shape.selects_blocks else unit
-    most_drafts = min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1
     if top_k % unit or top_k > MAX_TOP_K * unit:
         message = f"got {top_k}, expected a multiple of Quest's page of {unit} tokens, at most {MAX_TOP_K * unit}"
         raise typer.BadParameter(message, param_hint="--top-k")
-    if drafts > most_drafts:
-        message = (
-            f"got {drafts}, expected at most {most_drafts}: a step has room for {MAX_COLUMNS * unit} selected rows"
-        )
+    if drafts > (most := most_drafts(top_k, unit)):
+        message = f"got {drafts}, expected at most {most}: a step has room for {MAX_COLUMNS * unit} selected rows"
         raise typer.BadParameter(message, param_hint="--drafts")
     if device_buffer_size is not None and (device_buffer_size < least or device_buffer_size % unit):
         multiple = f"a multiple of {unit}, " if unit > 1 else ""
@@ -274,8 +271,7 @@ def _check_sizes(shape: ModelShape, top_k: int, drafts: int, device_buffer_size:
             f"{1 + drafts} tokens (--drafts {drafts})",
             param_hint="--device-buffer-size",
         )
-    most = (MAX_HOT_ROWS - BLOCK_SIZE) * unit  # as `config.py` computes it
-    if device_buffer_size is not None and device_buffer_size > most:
+    if device_buffer_size is not None and device_buffer_size > (most := most_buffer_rows(unit)):
         message = f"got {device_buffer_size}, expected at most {most}, the rows that the kernels take"
         raise typer.BadParameter(message, param_hint="--device-buffer-size")
 
