@@ -29,6 +29,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 from typing import Annotated, Any
 
 import numpy as np
@@ -134,10 +135,17 @@ class Judge:
         self.wrong: list[dict[str, Any]] = []
 
     def compare(self, answer: dict[str, Any]) -> None:
-        """Compare one answer, which may have been broken off."""
-        tokens, position = answer["reply"], 0
+        """Compare one answer, which may have been broken off.
+
+        Raises:
+            EOFError, OSError: the engine with full KV has ended; the answer does not count.
+        """
+        self._compare(answer)
         self.num_answers += 1
-        self.num_tokens += len(tokens)
+        self.num_tokens += len(answer["reply"])
+
+    def _compare(self, answer: dict[str, Any]) -> None:
+        tokens, position = answer["reply"], 0
         while position < len(tokens):
             full = self._ask(answer["tokens"] + tokens[:position], answer["max_tokens"] - position)
             rest = tokens[position:]
@@ -203,6 +211,8 @@ def verdict(judges: Sequence[Judge]) -> dict[str, Any]:
 class Comparisons:
     """Comparisons of answers, as many side by side as there are judges. Close it when it is no longer needed.
 
+    After the first comparison that fails, all others fail, too: the soak is over.
+
     Args:
         judges: the judges; each compares one answer at a time.
     """
@@ -213,24 +223,28 @@ class Comparisons:
             self._idle.put(judge)
         self._executor = ThreadPoolExecutor(len(judges))
         self._open: set[Future[None]] = set()
+        self._has_failed = Event()
 
     def __len__(self) -> int:
-        """Number of answers that are not compared yet."""
-        self._open = {each for each in self._open if not each.done() or each.exception() is not None}
+        """Number of answers that are not compared."""
         return len(self._open)
 
     def add(self, answer: dict[str, Any]) -> None:
         """Let an idle judge compare an answer, or the first one that becomes idle."""
         self._open.add(self._executor.submit(self._compare, answer))
 
-    def wait(self) -> None:
-        """Wait until one more answer is compared, or for a second.
+    def collect(self, timeout_s: float = 0.0) -> None:
+        """Forget the comparisons that have ended; wait for the first one to end if none has.
+
+        Args:
+            timeout_s: longest time to wait.
 
         Raises:
-            EOFError: a judge's engine has ended.
+            EOFError, OSError: a judge's engine has ended.
         """
-        for each in wait_for(self._open, timeout=1.0, return_when=FIRST_COMPLETED).done:
+        for each in wait_for(self._open, timeout_s, FIRST_COMPLETED).done:
             each.result()
+            self._open.remove(each)
 
     def close(self) -> None:
         """End after the comparisons that have begun; drop the others."""
@@ -239,7 +253,12 @@ class Comparisons:
     def _compare(self, answer: dict[str, Any]) -> None:
         judge = self._idle.get()
         try:
+            if self._has_failed.is_set():
+                raise EOFError("another comparison has failed")
             judge.compare(answer)
+        except BaseException:
+            self._has_failed.set()
+            raise
         finally:
             self._idle.put(judge)
 
@@ -361,19 +380,19 @@ def run(
         for process, its_end in zip(processes, [*full_kv_ends, engine_end], strict=True):
             process.start()
             its_end.close()
-        signal.signal(signal.SIGTERM, lambda *_: engine.send(None))
-        for connection in full_kv:
-            connection.recv()
+        signal.signal(signal.SIGTERM, lambda *_: send_end(engine))
         judges = [Judge(each, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]) for each in full_kv]
         end, comparisons = None, Comparisons(judges)
         described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
         described |= {"host_pool_gib": pool_gib}
         described |= {"async_scheduling": async_scheduling or device == Device.gpu, "judges": num_judges}
         try:
+            for connection in full_kv:
+                connection.recv()
             while end is None or len(comparisons):
-                if end is not None or len(comparisons) >= MAX_BACKLOG:
-                    comparisons.wait()
-                elif engine.poll(1):
+                is_waiting = end is not None or len(comparisons) >= MAX_BACKLOG
+                comparisons.collect(1.0 if is_waiting else 0.0)
+                if not is_waiting and engine.poll(1):
                     kind, content = engine.recv()
                     if kind == "answer":
                         comparisons.add(content)
@@ -389,20 +408,27 @@ def run(
                         described |= content
                     elif kind == "end":
                         end = content
-        except EOFError:
-            typer.echo("an engine has ended before its time", err=True)
-        comparisons.close()
-        row = described | summary(samples, judges, end)
-        write_result(output, ctx, "benchmarks.soak", [row], hardware)
-        typer.echo(json.dumps({k: v for k, v in row.items() if k not in ("samples",)}), err=True)
-        for connection in full_kv:
-            with suppress(OSError):
-                connection.send(None)
+        except (EOFError, OSError) as error:
+            end = None
+            typer.echo(f"an engine has ended before its time ({error!r})", err=True)
+        row = described | summary(samples, judges, end) | {"backlog": len(comparisons)} if samples else None
+        if row is not None:
+            write_result(output, ctx, "benchmarks.soak", [row], hardware)
+            typer.echo(json.dumps({k: v for k, v in row.items() if k not in ("samples",)}), err=True)
+        for connection in (engine, *full_kv):
+            send_end(connection)
         for process in processes:
             process.join(60)
             process.kill()
-    if not is_clean(row):
+        comparisons.close()
+    if row is None or not is_clean(row):
         raise typer.Exit(1)
+
+
+def send_end(connection: Connection) -> None:
+    """Tell a process to end, if it has not."""
+    with suppress(OSError):
+        connection.send(None)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
-from threading import Barrier
+from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,8 +96,10 @@ def test_full_kv_is_asked_once() -> None:
 
 
 def finished(comparisons: Comparisons) -> None:
+    deadline = time.monotonic() + 60
     while len(comparisons):
-        comparisons.wait()
+        assert time.monotonic() < deadline
+        comparisons.collect(1.0)
     comparisons.close()
 
 
@@ -131,17 +134,45 @@ def test_as_many_answers_at_a_time_as_judges() -> None:
     assert [judge.num_answers for judge in judges] == [1, 1, 1]
 
 
-def test_the_end_of_a_judges_engine_is_told() -> None:
-    class Ended(FullKV):
-        def recv(self) -> dict[str, list]:
-            raise EOFError
+class Ended(FullKV):
+    """An engine that has ended."""
 
-    comparisons = Comparisons([Judge(Ended(), 0.5, 64)])
-    comparisons.add(answer([3, 4, 5, 6]))
-    with pytest.raises(EOFError):
+    def send(self, question: tuple[list[int], int, int]) -> None:
+        raise BrokenPipeError
+
+
+def test_the_end_of_a_judges_engine_is_told() -> None:
+    """No answer counts that was not compared, and a healthy judge does not go on alone."""
+    judges = [Judge(FullKV(), 0.5, 64), Judge(Ended(), 0.5, 64)]
+    comparisons = Comparisons(judges)
+    for _ in range(40):
+        comparisons.add(answer([3, 4, 5, 6]))
+    with pytest.raises((BrokenPipeError, EOFError)):
         finished(comparisons)
-    assert len(comparisons) == 1, "an answer that was not compared must not be forgotten"
     comparisons.close()
+    found = verdict(judges)
+    assert judges[1].num_answers == 0 and found["compared_answers"] < 40 and len(comparisons) > 0
+    assert found["compared_tokens"] == 4 * found["compared_answers"]
+
+
+def test_answers_that_wait_are_dropped_at_the_end() -> None:
+    """A judge that is busy ends its comparison."""
+    leave = Event()
+
+    class Busy(FullKV):
+        def recv(self) -> dict[str, list]:
+            assert leave.wait(60)
+            return super().recv()
+
+    judge = Judge(Busy(), 0.5, 64)
+    comparisons = Comparisons([judge])
+    for _ in range(3):
+        comparisons.add(answer([3, 4, 5, 6]))
+    comparisons.collect()
+    assert len(comparisons) == 3
+    leave.set()
+    comparisons.close()
+    assert judge.num_answers <= 3
 
 
 def test_the_slope_is_that_of_the_time_after_warm_up() -> None:

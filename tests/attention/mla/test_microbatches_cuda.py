@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -144,6 +145,11 @@ def test_which_steps_have_microbatches(microbatches: ModuleType) -> None:
     ):
         assert [len(requests_of(number, **changes)) for number in (35, 36, 47, 48, 54)] == list(numbers)
         assert len(requests_of(100, **changes)) == 4, "as many as there are streams"
+    decision = Path(__file__).parents[3] / "docs" / "decisions" / "microbatches.md"
+    text = " ".join(decision.read_text().split())
+    assert [len(requests_of(number, **managed)) for number in (53, 54, 71, 72)] == [2, 3, 3, 4]
+    assert "there: two up to 53 requests, three from 54, and four from 72" in text
+    assert "as it can: two up to 35 requests, three from 36, and four from 48" in text
     assert requests_of(53, host_is_managed=True) == [slice(0, 26), slice(26, 53)]
     assert requests_of(72, host_is_managed=True) == [slice(0, 18), slice(18, 36), slice(36, 54), slice(54, 72)]
     assert requests_of(microbatches.MAX_REQUESTS) and not requests_of(microbatches.MAX_REQUESTS + 1)
