@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,22 @@ def test_the_end_of_a_judges_engine_is_told() -> None:
     found = verdict(judges)
     assert judges[1].num_answers == 0 and found["compared_answers"] < 40 and len(comparisons) > 0
     assert found["compared_tokens"] == 4 * found["compared_answers"]
+
+
+def test_no_answer_is_compared_after_a_failure() -> None:
+    class FailsOnce(FullKV):
+        def send(self, question: tuple[list[int], int, int]) -> None:
+            super().send(question)
+            if len(self.asked) == 1:
+                raise BrokenPipeError
+
+    judge = Judge(FailsOnce(), 0.5, 64)
+    comparisons = Comparisons([judge])
+    for _ in range(5):
+        comparisons.add(answer([3, 4, 5, 6]))
+    wait(comparisons._open, timeout=60)
+    assert judge.num_answers == 0 and len(comparisons) == 5
+    comparisons.close()
 
 
 def test_answers_that_wait_are_dropped_at_the_end() -> None:
