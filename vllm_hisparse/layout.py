@@ -21,6 +21,8 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: Fla
 RESIDENCY_ENTRY_BYTES = 8  # position and last use
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
 MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
+MIN_IMPORT_PARTS = 2  # of an import buffer: one is read while another one is copied
+IMPORT_ALIGNMENT_BYTES = 256  # of these parts, so that pages are copied in words
 MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
 
 
@@ -41,6 +43,15 @@ def most_drafts(top_k: int, unit: int) -> int:
         unit: tokens that are selected together.
     """
     return max(min(MAX_QUERY_LEN, MAX_COLUMNS * unit // top_k) - 1, 0)
+
+
+def least_import_buffer_bytes(block_bytes: int) -> int:
+    """Return the bytes of the smallest import buffer, each of whose parts holds a block.
+
+    Args:
+        block_bytes: bytes of a block that come through the buffer, in all layers.
+    """
+    return MIN_IMPORT_PARTS * -(-block_bytes // IMPORT_ALIGNMENT_BYTES) * IMPORT_ALIGNMENT_BYTES
 
 
 def mla_row_bytes(kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_hisparse.config import HiSparseConfigError
+from vllm_hisparse.layout import IMPORT_ALIGNMENT_BYTES, MIN_IMPORT_PARTS, least_import_buffer_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
 PART_BYTES = 64 << 20
-MIN_PARTS = 2  # one is read while another one is copied
-ALIGNMENT_BYTES = 256  # of parts, so that pages are copied in words
 STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that have none do without
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -281,7 +280,7 @@ class ImportBuffer:
         num_held = holders.count(engine_id)
         if len(self._engine_ids) > 1:
             return len(self._free) > num_held
-        return len(self._free) > (1 if num_held and len(self.memory) > MIN_PARTS else 0)
+        return len(self._free) > (1 if num_held and len(self.memory) > MIN_IMPORT_PARTS else 0)
 
     def _start_read(self, owner: _Import) -> None:
         first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])
@@ -347,8 +346,8 @@ def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np
 
 def buffer_shape(buffer_bytes: int) -> tuple[int, int]:
     """Parts, and bytes of a part, of a buffer of at most `buffer_bytes`."""
-    num_parts = max(MIN_PARTS, buffer_bytes // PART_BYTES)
-    return num_parts, buffer_bytes // num_parts // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    num_parts = max(MIN_IMPORT_PARTS, buffer_bytes // PART_BYTES)
+    return num_parts, buffer_bytes // num_parts // IMPORT_ALIGNMENT_BYTES * IMPORT_ALIGNMENT_BYTES
 
 
 def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
@@ -361,11 +360,11 @@ def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
     Raises:
         HiSparseConfigError: the buffer is too small.
     """
-    least_gib = MIN_PARTS * -(-block_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES / 2**30
+    least_gib = least_import_buffer_bytes(block_bytes) / 2**30
     if buffer_gib and buffer_gib < least_gib:
         raise HiSparseConfigError(
             "import_buffer_gib",
             buffer_gib,
-            f"at least {least_gib:.6f}, {MIN_PARTS} blocks of all layers",
+            f"at least {least_gib:.6f}, {MIN_IMPORT_PARTS} blocks of all layers",
             "Raise it, or remove it.",
         )

@@ -775,7 +775,7 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--acceptance", "0.5"), "got 0.5, and no --drafts to accept"),
         (
             ("Llama-3.1-8B", "--device-kv-gib", "70", "--gpu", "H100"),
-            "got 70, and H100 for --gpu, which has 80 GiB, 14",
+            "got 70, and H100 for --gpu, which has 80 GiB; Llama-3.1-8B needs 14 GiB on each for weights. Lower it",
         ),
         (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
@@ -796,7 +796,10 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--top-k", "100"), "expected a multiple of Quest's page of 16 tokens"),
         (("GLM-5", "--drafts", "4", "--tensor-parallel-size", "16"), "expected at most 3"),
         ((str(ROOT / "pyproject.toml"),), "is no JSON"),
-        (("Llama-3.1-8B", "--gpu", str(ROOT / "benchmarks" / "models" / "code-dsa" / "config.json")), "of the GPU ''"),
+        (
+            ("Llama-3.1-8B", "--gpu", str(ROOT / "benchmarks" / "models" / "code-dsa" / "config.json")),
+            "the report has no GPU: run",
+        ),
         (("Llama-3.1-8B", "--tensor-parallel-size", "3"), "expected a divisor of the 32 attention heads"),
         (("GLM-4.5", "--tensor-parallel-size", "6"), "expected a divisor or a multiple of the 8 KV heads"),
         (("Llama-3.1-8B", "--context", "9000-400"), "expected tokens as a number"),
@@ -805,6 +808,20 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("DeepSeek-V3.2", "--top-k", "1024", "--tensor-parallel-size", "8"), "expected the model's index_topk, 2048"),
         (("Llama-3.1-8B", "--kv-cache-dtype", "int4"), "expected one of auto, bfloat16, fp8"),
         (("Llama-3.1-8B", "--import-buffer-gib", "140"), "--import-buffer-gib: got 140, and H200 for --gpu"),
+        (("Llama-3.1-8B", "--import-buffer-gib", "0.0001"), "got 0.0001, expected at least 0.0586, 2 blocks of all"),
+        (("Llama-3.1-8B", "--context", "500-"), "got '500-', expected tokens as a number, as LOW-HIGH"),
+        (
+            ("DeepSeek-V3.2", "--device-kv-gib", "20"),
+            "DeepSeek-V3.2 needs 626 GiB on each for weights. Lower it, raise",
+        ),
+        (
+            ("GLM-5", "--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"),
+            "(0.4 of H200's 140 GiB, --gpu-mem",
+        ),
+        (
+            ("MiniMax-M3", "--tensor-parallel-size", "4", "--indexer-key-dtype", "fp4"),
+            "MiniMax-M3 selects blocks: only",
+        ),
         (("Llama-3.1-8B", "--device-kv-gib", "100", "--import-buffer-gib", "40"), "--import-buffer-gib: got 40"),
         (("GLM-5", "--tensor-parallel-size", "8", "--import-buffer-gib", "1"), "got 1, and 16 GPUs for a prefill"),
         (("Qwen3-8B", "--data-parallel-size", "5", "--import-buffer-gib", "1"), "pair, expected up to 8: larger pairs"),
@@ -849,11 +866,57 @@ def test_a_short_model_blames_what_was_given(tmp_path: Path) -> None:
 def test_pools_are_not_larger_than_the_memory() -> None:
     """Helm values have whole GiB, or tenths of one."""
     for ranks, pool, of_chart in ((2, 0.9, 0.9), (1, 1.9, 1)):
-        found = planned("Qwen3-8B", "--host-memory-gib", "1.99", "--data-parallel-size", str(ranks))
+        words = ("Qwen3-8B", "--host-memory-gib", "1.99", "--data-parallel-size", str(ranks), "--context", "2000")
+        found = planned(*words)
         assert found["ray_options"]["decode"]["hisparse"]["host_pool_gib"] == pool
         decode = found["helm_values"]["decode"]
         assert (decode["hisparse"]["hostPoolGiB"], decode["memoryGiB"]) == (of_chart, of_chart + 16)
         assert f'"host_pool_gib": {pool}' in found["commands"]["decode"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ("--host-memory-gib", "1"),
+            "one request of 33792 tokens (--context and --output-tokens) needs 2.5 GiB of host",
+        ),
+        (("--context", "500-60000", "--host-memory-gib", "4"), "one request of 61056 tokens"),
+        (("--device-kv-gib", "0.1"), "needs 0.54 GiB of device memory for KV, and a GPU has 0.10"),
+    ],
+)
+def test_no_commands_of_engines_that_would_not_start(words: tuple[str, ...], reason: str) -> None:
+    """An engine needs room for one request of --max-model-len."""
+    model = ("DeepSeek-V3.2", "--tensor-parallel-size", "8")
+    found = planned(*model, *words)
+    assert reason in found["start_refusal"] and found["commands"] == {}
+    assert found["helm_values"] is found["ray_options"] is None
+    assert found["helm_refusal"] == found["ray_refusal"] == found["start_refusal"]
+    shown = " ".join(invoke(*model, *words).output.split())
+    assert f"because no engine would start: {found['start_refusal']}." in shown and "vllm serve" not in shown
+    device = "--device-kv-gib" in words
+    more = "more device memory for KV (--device-kv-gib" if device else "more host memory (--host-memory-gib)"
+    assert (more in found["verdict"]) == ("Not one request fits" in found["verdict"])
+    assert planned(*model)["start_refusal"] is None
+
+
+def test_the_charts_whole_gib_hold_a_request() -> None:
+    words = ("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--context", "60000", "--host-memory-gib", "4.9")
+    found = planned(*words)
+    assert found["commands"] and found["ray_options"] and found["helm_values"] is None
+    assert "and a rank has 4: raise" in found["helm_refusal"] and found["ray_refusal"] is None
+
+
+def test_commands_say_that_their_checkpoint_has_other_weights() -> None:
+    note = planned("Qwen3-8B", "--weight-dtype", "fp8")["weights_note"]
+    assert note.startswith("The plan has weights of 8 bits (--weight-dtype fp8), and Qwen/Qwen3-8B has 16: set a")
+    bf16 = ("--weight-dtype", "bfloat16", "--gpu", "B300", "--tensor-parallel-size", "8")
+    assert "deepseek-ai/DeepSeek-V3.2 has 8" in planned("DeepSeek-V3.2", *bf16)["weights_note"]
+    assert planned("GLM-5", *bf16)["weights_note"] is None, "its checkpoint in bfloat16 is known"
+    assert planned("Qwen3-8B", "--weight-dtype", "bfloat16")["weights_note"] is None
+    assert planned("Qwen3-8B")["weights_note"] is None
+    shown = " ".join(invoke("Qwen3-8B", "--weight-dtype", "fp8").output.split())
+    assert "set a checkpoint with such weights in the commands." in shown
 
 
 def test_the_chart_has_no_values_for_more_gpus_than_its_schema_takes() -> None:
@@ -925,7 +988,7 @@ def test_traces_without_steps_are_refused(tmp_path: Path, num_steps: tuple[int, 
         ({"gpu": {"name": "H100", "memory_gib": float("nan")}}, "gpu.memory_gib: got nan, expected a finite number"),
         ({"gpu": {"name": "H100"}, "rates": {"pinned_rows_gb_s": -3}}, "rates.pinned_rows_gb_s: got -3, expected grea"),
         ({"gpu": {"name": "H100"}, "rates": {"pinned_rows_gb_s": "30"}}, "rates.pinned_rows_gb_s: got '30'"),
-        ([], "the file: got [], expected a valid dictionary"),
+        ([], "got [], expected an object"),
     ],
 )
 def test_reports_of_wrong_types_are_refused(tmp_path: Path, report: Any, expected: str) -> None:
@@ -1195,6 +1258,8 @@ def test_more_gpus_than_a_host_has_are_named() -> None:
     words = ("GLM-5.2", "--kv-cache-dtype", "fp8", "--tensor-parallel-size")
     assert planned(*words, "8")["hosts"] is None
     assert "need a host with as many GPUs" in planned(*words, "16")["hosts"]
+    dense = planned("Llama-3.1-8B", "--tensor-parallel-size", "16")["hosts"]
+    assert dense == "16 tensor parallel ranks are on several hosts, which was never tried."
     assert "--data-parallel-address" in planned(*words, "4", "--data-parallel-size", "4")["hosts"]
 
 

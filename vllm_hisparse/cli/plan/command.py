@@ -27,6 +27,7 @@ from vllm_hisparse.cli.plan.launch import (
     max_num_seqs,
     ray_options,
     replicas_refusal,
+    start_refusal,
 )
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import (
@@ -209,18 +210,24 @@ def plan_command(
     if chart is not None:
         check_picture(chart, "--chart")
     model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
-    if weight_dtype == "bfloat16":
-        model = BF16_CHECKPOINTS.get(shape.name, model)
+    note = ""
+    if weight_dtype == "bfloat16" and shape.name in BF16_CHECKPOINTS:
+        model = BF16_CHECKPOINTS[shape.name]
+    elif weight_dtype != "auto":
+        note = _weights_note(model, shape, weight_dtype)
     warning, starts = gpu_warning(plan, kv_cache_dtype), commands(plan, model, kv_cache_dtype)
     deployments: dict[str, Any] = {
         "helm_values": None if chart_refusal(plan) else helm_values(plan, model, kv_cache_dtype),
         "ray_options": None if replicas_refusal(plan) else ray_options(plan, model, kv_cache_dtype),
     }
     if as_json:
-        found = plan.as_json() | {"gpu_warning": warning or None, "commands": starts} | deployments
+        found = plan.as_json() | {"verdict": verdict(plan), "gpu_warning": warning or None}
+        found |= {"weights_note": note or None, "start_refusal": start_refusal(plan) or None, "commands": starts}
+        found |= deployments
+        found |= {"helm_refusal": chart_refusal(plan) or None, "ray_refusal": replicas_refusal(plan) or None}
         typer.echo(json.dumps(found, indent=2))
     else:
-        show(plan, warning, starts, deployments)
+        show(plan, " ".join(filter(None, (warning, note))), starts, deployments)
     if chart is not None:
         draw(plan, chart)
 
@@ -241,6 +248,7 @@ def _check_narrow_keys(shape: ModelShape, gpu: Gpu, indexer_kv_dtype: str) -> No
     reasons = {
         f"{indexer_kv_dtype} for --indexer-kv-dtype: they contradict each other, give one": indexer_kv_dtype != "auto",
         f"{shape.name} has no indexer": not shape.is_dsa,
+        f"{shape.name} selects blocks: only indexers that select positions have keys in 4 bits": shape.selects_blocks,
         f"{gpu.name} for --gpu: only H100, H200 and others of compute capability 9.0 have a kernel for them": (
             gpu.capability != NARROW_KEYS_CAPABILITY
         ),
@@ -290,6 +298,21 @@ def _model(model: str, kv_cache_dtype: str, weight_dtype: str, indexer_kv_dtype:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
 
+def _weights_note(model: str, shape: ModelShape, weight_dtype: str) -> str:
+    """Return that the checkpoint of the commands has other weights than the plan; empty if it has the same, or does not
+    tell."""
+    try:
+        told = ModelShape.load(model if Path(model).exists() else shape.name).weight_bits
+    except ModelError:
+        return ""
+    if told == shape.weight_bits:
+        return ""
+    return (
+        f"The plan has weights of {shape.weight_bits} bits (--weight-dtype {weight_dtype}), and {model} has {told}: "
+        "set a checkpoint with such weights in the commands."
+    )
+
+
 def _gpu(gpu: str) -> Gpu:
     try:
         return Gpu.find(gpu)
@@ -307,11 +330,11 @@ def lengths(text: str, option: str) -> list[int]:
     Raises:
         BadParameter: `text` is none of these, or a number is not positive.
     """
-    low, _, high = text.partition("-")
+    low, is_range, high = text.partition("-")
     try:
         if Path(text).is_file():
             found = [int(word) for word in Path(text).read_text().split()]
-        elif not high:
+        elif not is_range:
             found = [int(low)]
         else:
             first, width = int(low), int(high) - int(low)
@@ -393,6 +416,9 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
     for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts, warning)):
         console.print(note)
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
+    if reason := start_refusal(plan):
+        console.print(f"\nThere are no commands, Helm values and Ray options, because no engine would start: {reason}.")
+        return
     for title, command in starts.items():
         hosts = " (set PREFILL_HOST and DECODE_HOST first)" if title == "prefill" and "$PREFILL_HOST" in command else ""
         console.print(f"\n[bold]{TITLES[title]}[/]{hosts}")
@@ -484,7 +510,10 @@ def verdict(plan: Plan) -> str:
         return f"vllm_hisparse does not host {plan.model.name} like this: {plan.model.refusal}. {served}."
     plugin = plan.point(System.plugin, plan.concurrency)
     if not plugin.running:
-        return "Not one request fits: give the plan more host memory or shorter prompts."
+        more = "more host memory (--host-memory-gib)"
+        if plan.seats(System.plugin).bound == "device memory":
+            more = "more device memory for KV (--device-kv-gib or --tensor-parallel-size)"
+        return f"Not one request fits: give the plan {more}, or shorter prompts."
     if not full.running:
         return "Full KV cannot run one such request on these GPUs; vllm_hisparse can."
     ratio = plugin.tokens_per_s / full.tokens_per_s

@@ -96,6 +96,8 @@ class Gpu:
         Raises:
             ValueError: the report has no GPU, an unknown one, or a value of a wrong type.
         """
+        if not isinstance(report, dict):
+            raise ValueError(f"got {report!r:.40}, expected an object")
         try:
             parsed = _Report.model_validate(report)
         except ValidationError as error:
@@ -104,6 +106,11 @@ class Gpu:
             expected = detail["msg"].removeprefix("Input should be ")
             raise ValueError(f"{place}: got {detail['input']!r}, expected {expected}") from None
         gpu, rates = parsed.gpu or _ReportedGpu(), parsed.rates or _ReportedRates()
+        if not gpu.name:
+            raise ValueError(
+                "the report has no GPU: run `vllm-hisparse doctor` on the machine with the GPU, or give one of "
+                f"{', '.join(GPUS)}"
+            )
         known = next((each for name, each in GPUS.items() if name in gpu.name.upper().replace("-", " ").split()), None)
         if known is None:
             raise ValueError(f"got a report of the GPU {gpu.name!r}, expected one of {', '.join(GPUS)}")

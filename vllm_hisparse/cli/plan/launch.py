@@ -8,6 +8,7 @@ import shlex
 from typing import Any
 
 from vllm_hisparse.attention.backends import dense_choice, mla_choice, untried_gpu
+from vllm_hisparse.cli.plan.memory import System
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import HOST_GPUS, ROUNDING, Plan
 
@@ -129,10 +130,12 @@ def decode_flags(plan: Plan) -> list[str]:
 
 
 def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
-    """Return shell commands: one instance, or a prefill side, a decode side and a router.
+    """Return shell commands: one instance, or a prefill side, a decode side and a router; none if none would start.
 
     A model that the plugin refuses has one instance, without the plugin.
     """
+    if start_refusal(plan):
+        return {}
     flags = engine_flags(plan, kv_cache_dtype)
     if plan.model.refusal:
         if plan.model.refusal == FP4_REFUSAL:
@@ -163,11 +166,41 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     }
 
 
+def start_refusal(plan: Plan, pool_gib: float | None = None) -> str:
+    """Return why an engine of the plan would not start; empty if it would.
+
+    The engine needs room for one request of `--max-model-len`, which may be longer than the mean request.
+
+    Args:
+        plan: the plan.
+        pool_gib: host pool of a rank, in GiB. None: that of the commands.
+    """
+    tokens, memory = max_model_len(plan), plan.memory
+    system = System.full if plan.model.refusal else System.plugin
+    device, host = memory.request_bytes(system, tokens)
+    pool_gib = connector_options(plan)["host_pool_gib"] if pool_gib is None else pool_gib
+    request = f"one request of {tokens} tokens (--context and --output-tokens) needs"
+    if host > pool_gib * 2**30:
+        return (
+            f"{request} {math.ceil(host / 2**30 * 10) / 10:g} GiB of host memory, and a rank has {pool_gib:g}: "
+            "raise --host-memory-gib, or plan shorter requests"
+        )
+    if device > memory.kv_bytes(system):
+        return (
+            f"{request} {math.ceil(device / 2**30 * 100) / 100:.2f} GiB of device memory for KV, and a GPU has "
+            f"{memory.kv_bytes(system) / 2**30:.2f}: raise --device-kv-gib or "
+            "--tensor-parallel-size, or plan shorter requests"
+        )
+    return ""
+
+
 def replicas_refusal(plan: Plan) -> str:
     """Return why neither the chart nor the Ray application can start a plan; empty if they can.
 
     Each of their replicas is one engine, so data parallel ranks that share experts are impossible.
     """
+    if reason := start_refusal(plan):
+        return reason
     if plan.model.refusal:
         return "they start the plugin, which does not host this model"
     if plan.data_parallel > 1 and plan.model.num_experts:
@@ -179,7 +212,12 @@ def chart_refusal(plan: Plan) -> str:
     """Return why the chart cannot start a plan; empty if it can."""
     if not replicas_refusal(plan) and plan.tensor_parallel > HOST_GPUS:
         return f"a pod of the chart has at most {HOST_GPUS} GPUs, not {plan.tensor_parallel}: use the commands"
-    return replicas_refusal(plan)
+    return replicas_refusal(plan) or start_refusal(plan, chart_pool_gib(plan))
+
+
+def chart_pool_gib(plan: Plan) -> float:
+    """Return the host pool of a decode replica, in whole GiB, or in tenths if it is smaller than one."""
+    return int(plan.rank_gib) or connector_options(plan)["host_pool_gib"]
 
 
 def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
@@ -187,7 +225,7 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
 
     NOTE: there is no import buffer, because pods have IPC namespaces of their own, and CUDA IPC needs a common one.
     """
-    host_pool, overhead = int(plan.rank_gib) or connector_options(plan)["host_pool_gib"], 16
+    host_pool, overhead = chart_pool_gib(plan), 16
     extra = {key: value for key, value in connector_options(plan).items() if key != "host_pool_gib"}
     for name in ("device_buffer_size", "import_buffer_gib"):
         extra.pop(name, None)

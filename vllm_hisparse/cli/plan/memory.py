@@ -121,7 +121,7 @@ class KVMemory:
             lengths: lengths in tokens of equally frequent requests.
         """
         device, host = zip(*(self.request_bytes(system, num_tokens) for num_tokens in lengths), strict=True)
-        limits = {"device memory": _fitting(self._kv_bytes(system), device), "--max-num-seqs": self.max_num_seqs}
+        limits = {"device memory": _fitting(self.kv_bytes(system), device), "--max-num-seqs": self.max_num_seqs}
         if any(host):
             limits["host memory"] = _fitting(self.host_bytes, host)
         bound = min(limits, key=limits.__getitem__)
@@ -145,7 +145,7 @@ class KVMemory:
         blocks += layout.num_blocks(num_tokens) if layout.has_resident_kv else 0
         return blocks * layout.device_block_bytes, host
 
-    def _kv_bytes(self, system: System) -> int:
+    def kv_bytes(self, system: System) -> int:
         """Return the bytes for KV on each GPU."""
         return self.device_bytes - (self.import_buffer_bytes if system == System.plugin else 0)
 
@@ -174,7 +174,7 @@ class KVMemory:
             for num_tokens, blocks in zip(lengths, own, strict=True)
         ]
         needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
-        free = max(0.0, self._kv_bytes(system) / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
+        free = max(0.0, self.kv_bytes(system) / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
         lent = [0] * len(wanted)
         order = sorted(range(len(wanted)), key=wanted.__getitem__)
         for num_served, index in enumerate(order):

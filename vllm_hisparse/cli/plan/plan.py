@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, Seats, System
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
 from vllm_hisparse.cli.plan.step_time import WAITING, Step, has_timed_narrow_keys, measured_hosts_ms
+from vllm_hisparse.layout import MIN_IMPORT_PARTS, least_import_buffer_bytes
 
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
@@ -130,26 +132,38 @@ class Plan:
     def __post_init__(self) -> None:
         if self.kv_gib <= 0:
             raise PlanError(
-                f"{self.model.name} has {self.weights_gib:.0f} GiB of weights on each GPU, {self.gpu.name} has "
-                f"{self.gpu.memory_gib:.0f} GiB: no memory is left for KV. Raise --tensor-parallel-size or "
-                "--data-parallel-size, or choose a larger --gpu"
+                f"{self.model.name} has {self.weights_gib:.0f} GiB of weights on each GPU, of which vLLM uses "
+                f"{self.gpu.memory_gib * self.gpu_memory_utilization:.0f} GiB ({self.gpu_memory_utilization:g} of "
+                f"{self.gpu.name}'s {self.gpu.memory_gib:.0f} GiB, --gpu-memory-utilization): no memory is left for "
+                "KV. Raise --tensor-parallel-size or --data-parallel-size, or choose a larger --gpu"
             )
         if self.device_kv_gib is not None and self.device_kv_gib + self.weights_gib > self.gpu.memory_gib:
             raise PlanError(
                 f"--device-kv-gib: got {self.device_kv_gib:g}, and {self.gpu.name} for --gpu, which has "
-                f"{self.gpu.memory_gib:.0f} GiB, {self.weights_gib:.0f} of them for weights"
+                f"{self.gpu.memory_gib:.0f} GiB; {self.model.name} needs {self.weights_gib:.0f} GiB on each for "
+                "weights. Lower it, raise --tensor-parallel-size or --data-parallel-size, or choose a larger --gpu"
             )
         free_gib = self.kv_gib if self.device_kv_gib is None else self._unused_gib
         if self.import_buffer_gib and self.import_buffer_gib >= free_gib:
             raise PlanError(
-                f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {self.gpu.name} for --gpu, which has "
-                f"{max(free_gib, 0):.1f} GiB for it"
+                f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {self.gpu.name} for --gpu, expected less "
+                f"than the {max(math.floor(free_gib * 100) / 100, 0):g} GiB that are left beside weights and KV: lower "
+                "it, or choose a larger --gpu"
             )
         if self.import_buffer_gib and not self.pair_fits_host:
             raise PlanError(
                 f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {2 * self.num_gpus} GPUs for a "
                 f"prefill/decode pair, expected up to {HOST_GPUS}: larger pairs are on several hosts, and the buffer "
                 "pays through CUDA IPC alone, which works within a host. Leave it out"
+            )
+        least_gib = 0.0
+        if self.import_buffer_gib and not self.model.refusal:
+            least_gib = least_import_buffer_bytes(self.memory.layout.received_block_bytes) / 2**30
+        if self.import_buffer_gib < least_gib:
+            raise PlanError(
+                f"--import-buffer-gib: got {self.import_buffer_gib:g}, expected at least "
+                f"{math.ceil(least_gib * 1e4) / 1e4:g}, {MIN_IMPORT_PARTS} blocks of all layers. Raise it, or leave it "
+                "out"
             )
         if self.rank_gib < LEAST_RANK_GIB - ROUNDING and not self.model.refusal:
             raise PlanError(
@@ -411,6 +425,8 @@ class Plan:
     @property
     def hosts(self) -> str:
         """Hosts that the GPUs of one instance need, in a sentence; empty if one host with 8 GPUs has them."""
+        if self.tensor_parallel > HOST_GPUS and not self.model.is_dsa:
+            return f"{self.tensor_parallel} tensor parallel ranks are on several hosts, which was never tried."
         if self.tensor_parallel > HOST_GPUS:
             return (
                 f"{self.tensor_parallel} tensor parallel ranks need a host with as many GPUs: they share a host pool."
