@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -15,8 +16,25 @@ app.add_typer(trace_app, name="trace")
 FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-class FiniteCommand(TyperCommand):
-    """A command that refuses numbers that are infinite or none at all, which click takes."""
+PYDANTIC_MESSAGE = "Input should be "  # begins the messages of newer releases of typer, which leave out the value
+
+
+class CheckedCommand(TyperCommand):
+    """A command whose errors have the value that it got. It refuses numbers that are infinite or none at all, which
+    click takes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is None or not error.message.startswith(PYDANTIC_MESSAGE):
+                raise
+            expected = error.message.removeprefix(PYDANTIC_MESSAGE).partition(", unable")[0]
+            if expected.startswith(("less", "greater")):
+                expected = f"a number {expected}"
+            got = _values(given, error.param.opts)
+            raise typer.BadParameter(f"got {got}, expected {expected}", error.ctx, error.param) from None
 
     def invoke(self, ctx: Any) -> Any:
         for name, values in ctx.params.items():
@@ -27,10 +45,17 @@ class FiniteCommand(TyperCommand):
         return super().invoke(ctx)
 
 
+def _values(args: list[str], names: list[str]) -> str:
+    """Return the values that an option with these names has among the arguments."""
+    found = [value for name, value in pairwise(args) if name in names]
+    found += [value for word in args for name, is_joined, value in [word.partition("=")] if is_joined and name in names]
+    return ", ".join(map(repr, found)) or "another value"
+
+
 def forward(ctx: typer.Context, command: Callable[..., None]) -> None:
     """Pass the arguments of `ctx` to a sub-command, which has its own options and help."""
     target = typer.Typer(add_completion=False)
-    target.command(cls=FiniteCommand)(command)
+    target.command(cls=CheckedCommand)(command)
     target(args=ctx.args, prog_name=ctx.command_path)
 
 

@@ -809,6 +809,10 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--kv-cache-dtype", "int4"), "expected one of auto, bfloat16, fp8"),
         (("Llama-3.1-8B", "--import-buffer-gib", "140"), "--import-buffer-gib: got 140, and H200 for --gpu"),
         (("Llama-3.1-8B", "--import-buffer-gib", "0.0001"), "got 0.0001, expected at least 0.0586, 2 blocks of all"),
+        (("Llama-3.1-8B", "--hit-rate", "1.5"), "'--hit-rate': got '1.5', expected a number less than or equal to 1"),
+        (("Llama-3.1-8B", "--hit-rate", "90%"), "got '90%', expected a valid number"),
+        (("Llama-3.1-8B", "--host-memory-gib=0"), "got '0', expected a number greater than or equal to 1"),
+        (("Llama-3.1-8B", "--host-memory-gib", "nan"), "got 'nan', expected a number"),
         (("Llama-3.1-8B", "--context", "500-"), "got '500-', expected tokens as a number, as LOW-HIGH"),
         (
             ("DeepSeek-V3.2", "--device-kv-gib", "20"),
