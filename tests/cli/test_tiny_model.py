@@ -7,6 +7,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from vllm_hisparse.cli import tiny_model
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.tiny_model import (
     BOS,
@@ -135,13 +136,20 @@ def test_same_parameters_leave_the_files_alone(model_dir: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
 
 
-def test_interrupted_write_is_made_again(tmp_path: Path) -> None:
-    make_model("dsv32", tmp_path, num_layers=2)
-    expected = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / MANIFEST).unlink()
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    make_model("dsv32", tmp_path, num_layers=2)
-    assert (tmp_path / "model.safetensors").read_bytes() == expected
+def test_interrupted_write_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command does it, too: the manifest of an interrupted write has the variant."""
+    expected = (make_model("dsv32", tmp_path / "whole", num_layers=2) / "model.safetensors").read_bytes()
+
+    def interrupt(path: Path, *_: object) -> None:
+        path.write_bytes(expected[:1000])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tiny_model, "write_weights", interrupt)
+        make_model("dsv32", tmp_path / "m", num_layers=2)
+    result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(tmp_path / "m"), "--layers", "2"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.long
@@ -214,6 +222,43 @@ def test_command_refuses_a_file(tmp_path: Path, out: str) -> None:
     result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(tmp_path / out)], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "Invalid value for --out" in result.output and "expected a directory to write to" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "{}"),
+        ("model-00001-of-00009.safetensors", "weights"),
+        ("tokenizer.json", "{}"),
+        (MANIFEST, '{"variant": "glm", "key": "of another recipe"}'),
+        (MANIFEST, "[1]"),
+        (MANIFEST, "no JSON"),
+    ],
+)
+def test_command_refuses_to_replace_another_model(tmp_path: Path, name: str, content: str) -> None:
+    out = tmp_path / "m"
+    out.mkdir()
+    (out / name).write_text(content)
+    result = CliRunner().invoke(app, ["make-model", "dsv32", "--out", str(out)], env={"COLUMNS": "400"})
+    assert result.exit_code == 2, result.output
+    assert "Invalid value for --out" in result.output
+    assert f"got {out}, which holds another model, expected a new directory or one that holds" in result.output
+    assert [path.name for path in out.iterdir()] == [name] and (out / name).read_text() == content
+
+
+@pytest.mark.parametrize("manifest", [{"variant": "llama", "key": "of an older recipe"}, None])
+def test_command_replaces_a_model_of_the_same_variant(tmp_path: Path, manifest: dict | None) -> None:
+    """A model of an older recipe, and one of other sizes; files that are no model stay."""
+    if manifest is None:
+        make_model("llama", tmp_path, num_layers=3)
+    else:
+        for name, content in {"config.json": {}, MANIFEST: manifest}.items():
+            (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "README.md").write_text("Mine.")
+    result = CliRunner().invoke(app, ["make-model", "llama", "--out", str(tmp_path), "--layers", "2"])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"README.md"}
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"  # written first with the variant alone, and as a whole when the model is complete
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SPECIAL_TOKENS = [BOS, EOS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 VOCAB_SIZE = 512
@@ -200,6 +200,10 @@ Variant = StrEnum("Variant", list(VARIANTS))  # type: ignore[misc]
 Dtype = StrEnum("Dtype", ["bfloat16", "float32"])
 
 
+class OtherModelError(ValueError):
+    """A directory holds a model that `make-model` does not replace."""
+
+
 class Weight(NamedTuple):
     """One tensor of the checkpoint: constant, or normal with a mean and standard deviation gain / sqrt(fan_in)."""
 
@@ -225,7 +229,10 @@ def make_model(
     dtype: str = "bfloat16",
     seed: int = 0,
 ) -> Path:
-    """Write config, tokenizer and weights to out_dir, unless it already holds exactly this model."""
+    """Write config, tokenizer and weights to out_dir, unless it already holds exactly this model.
+
+    NOTE: any other model in out_dir is replaced; `check_replaceable` refuses to.
+    """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}, expected one of {', '.join(VARIANTS)}")
     if dtype not in list(Dtype):
@@ -238,7 +245,7 @@ def make_model(
     if read_manifest(out_dir) == manifest:
         return out_dir
     out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / MANIFEST).unlink(missing_ok=True)
+    write_json(out_dir / MANIFEST, {"variant": variant})
     write_json(out_dir / "config.json", config)
     tokenizer = write_tokenizer(out_dir, config["max_position_embeddings"])
     write_weights(out_dir / "model.safetensors", config, tokenizer, seed)
@@ -304,8 +311,28 @@ def model_key(config: dict[str, Any], seed: int) -> str:
 
 
 def read_manifest(out_dir: Path) -> dict[str, Any] | None:
-    path = out_dir / MANIFEST
-    return json.loads(path.read_text()) if path.is_file() else None
+    """Return the manifest of a tiny model, or None if there is none or if it is a file of something else."""
+    try:
+        manifest = json.loads((out_dir / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def check_replaceable(out_dir: Path, variant: str) -> None:
+    """Refuse a directory that holds a model, unless it is a tiny model of this variant, complete or not.
+
+    Raises:
+        OtherModelError: says what to do.
+    """
+    if (read_manifest(out_dir) or {}).get("variant") == variant:
+        return
+    names = (MANIFEST, "config.json", "tokenizer.json", "tokenizer_config.json", "*.safetensors")
+    if any(found for name in names for found in out_dir.glob(name)):
+        raise OtherModelError(
+            f"got {out_dir}, which holds another model, expected a new directory or one that holds a tiny model of the "
+            f"variant {variant}: name another directory"
+        )
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -574,6 +601,7 @@ def make_model_command(
         message = f"got {draft_layers}, expected 0 with the variant {variant.value}"
         raise typer.BadParameter(message, param_hint="--draft-layers")
     try:
+        check_replaceable(out, variant.value)
         path = make_model(
             variant.value,
             out,
@@ -588,4 +616,6 @@ def make_model_command(
     except OSError as error:
         message = f"got {out}, expected a directory to write to ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from None
+    except OtherModelError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
     typer.echo(f"{variant} model in {path}")
