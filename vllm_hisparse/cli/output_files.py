@@ -24,6 +24,20 @@ def check_writable(path: Path, option: str) -> None:
         raise typer.BadParameter(f"got {path}: {error.strerror}", param_hint=option) from None
 
 
+def check_new_file(path: Path, option: str) -> None:
+    """Make the folder of a file, and refuse a file that cannot be written.
+
+    Raises:
+        BadParameter: names the option.
+    """
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+    except OSError as error:
+        raise typer.BadParameter(f"got {path}: {error.strerror}", param_hint=option) from None
+    check_writable(path, option)
+
+
 def check_picture(path: Path, option: str) -> None:
     """Make the folder of a picture, and refuse a picture that matplotlib cannot write.
 
@@ -38,9 +52,4 @@ def check_picture(path: Path, option: str) -> None:
     if path.suffix[1:].lower() not in known:
         message = f"got {path}, expected a name that ends with one of .{', .'.join(sorted(known))}"
         raise typer.BadParameter(message, param_hint=option)
-    try:
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-    except OSError as error:
-        raise typer.BadParameter(f"got {path}: {error.strerror}", param_hint=option) from None
-    check_writable(path, option)
+    check_new_file(path, option)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_hisparse.cli.output_files import check_new_file
 from vllm_hisparse.config import CONNECTOR_NAME
 from vllm_hisparse.trace import Trace
 
@@ -35,7 +36,9 @@ def record_command(
 
     A running server records with the option `selection_trace_dir`.
     """
+    check_new_file(output, "--output")
     os.environ.update({**ENVIRONMENT, **os.environ})
+    check_model(model, "--model")
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     sizes = {"max_model_len": prompt_tokens + max_tokens, "kv_cache_memory_bytes": kv_cache_mib << 20}
     with tempfile.TemporaryDirectory() as directory:
@@ -53,6 +56,29 @@ def record_command(
     Trace.join(traces).write(output)
     num_steps = sum(request.num_steps for trace in traces for request in trace.requests)
     typer.echo(f"{output}: {num_steps} steps of {len(traces)} requests, {output.stat().st_size / 1e6:.2f} MB")
+
+
+def check_model(model: str, option: str) -> None:
+    """Refuse a model without a configuration, before an engine starts.
+
+    Raises:
+        BadParameter: names the option.
+    """
+    if (Path(model) / "config.json").is_file():
+        return
+    from transformers.utils import cached_file
+
+    try:
+        found = None if Path(model).exists() else cached_file(model, "config.json")
+    except (OSError, ValueError):
+        found = None
+    if found is None:
+        is_offline = os.environ["HF_HUB_OFFLINE"]
+        message = (
+            f"got {model}, expected a directory with config.json, or the name of a model on the Hugging Face Hub: it "
+            f"must be in the cache, unless HF_HUB_OFFLINE is 0 in the environment (now {is_offline})"
+        )
+        raise typer.BadParameter(message, param_hint=option)
 
 
 def start_engine(model: str, seed: int, **options: Any) -> LLM:
