@@ -187,11 +187,23 @@ def test_traces_of_one_model_are_joined() -> None:
         assert np.array_equal(request.positions, expected.positions)
 
 
-@pytest.mark.parametrize("change", [{"model": "other"}, {"row_bytes": 3}, {"layers": ("0", "7")}])
-def test_traces_of_two_models_are_not_joined(change: dict) -> None:
+@pytest.mark.parametrize(
+    ("change", "got", "expected"),
+    [
+        ({"model": "other"}, "model other", "model {0.model}"),
+        ({"row_bytes": 3}, "row_bytes 3", "row_bytes {0.row_bytes}"),
+        ({"model": "other", "layers": ("0", "7")}, "model other, layers (0, 7)", "model {0.model}, layers (0, 1)"),
+    ],
+)
+def test_traces_of_two_models_are_not_joined(change: dict, got: str, expected: str) -> None:
+    """The error has what differs, the name of the trace, and what to do."""
     trace = make((4,), 4, [random_ranked(0, 2, 3, 4, 5)], 2)
-    with pytest.raises(TraceError, match="as in the first trace"):
-        Trace.join([trace, replace(trace, **change)])
+    traces = [trace, trace, replace(trace, **change)]
+    for names, shown in (((), ("trace 3", "trace 1")), (("a.trace", "b.trace", "c.trace"), ("c.trace", "a.trace"))):
+        with pytest.raises(TraceError) as error:
+            Trace.join(traces, names)
+        ending = f"expected {expected.format(trace)}, as in {shown[1]}: replay them apart"
+        assert str(error.value) == f"trace: got {got} in {shown[0]}, {ending}"
     with pytest.raises(TraceError, match="no trace"):
         Trace.join([])
 

@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 
 FIRST_LINE = b"vllm-hisparse trace 1\n"
+REMEDY = "record one with `vllm-hisparse trace record` or the option selection_trace_dir"
+SHARED = ("model", "top_k", "row_bytes", "layers", "group_ends")  # attributes that joined traces have in common
 COMPRESSION = 6  # level of zlib; level 9 takes 8 times as long for files that are 3% smaller
 MAX_HEADER_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 31  # positions of a file; a header with a larger number counts as damaged
@@ -115,17 +117,24 @@ class Trace:
         return cls(model, top_k, row_bytes, layers, group_ends, tuple(requests))
 
     @classmethod
-    def join(cls, traces: Sequence[Trace]) -> Trace:
+    def join(cls, traces: Sequence[Trace], names: Sequence[object] = ()) -> Trace:
         """Join several traces of one model into one; the order of requests stays.
+
+        Args:
+            traces: traces, at least one.
+            names: name of each trace in errors, as its file; default: its number.
 
         Raises:
             TraceError: `traces` is empty, or models, layers or groups differ.
         """
         _require(bool(traces), "no trace", "at least one")
-        first = traces[0]
-        for trace in traces[1:]:
-            got, expected = (replace(other, requests=()) for other in (trace, first))
-            _require(got == expected, f"requests of {got}", f"of {expected}, as in the first trace")
+        first, names = traces[0], names or [f"trace {number}" for number in range(1, len(traces) + 1)]
+        for name, trace in zip(names, traces, strict=True):
+            differ = [field for field in SHARED if getattr(trace, field) != getattr(first, field)]
+            got, expected = (
+                ", ".join(f"{field} {_shown(getattr(other, field))}" for field in differ) for other in (trace, first)
+            )
+            _require(not differ, f"{got} in {name}", f"{expected}, as in {names[0]}: replay them apart")
         return replace(first, requests=tuple(request for trace in traces for request in trace.requests))
 
     @classmethod
@@ -137,7 +146,8 @@ class Trace:
         """
         try:
             with path.open("rb") as file:
-                _require(file.readline(len(FIRST_LINE)) == FIRST_LINE, str(path), f"to start with {FIRST_LINE!r}")
+                is_trace = file.readline(len(FIRST_LINE)) == FIRST_LINE
+                _require(is_trace, str(path), f"a file that starts with {FIRST_LINE.decode().strip()!r}: {REMEDY}")
                 header, body = _parse_header(file.readline(MAX_HEADER_BYTES)), file.read()
         except OSError as error:
             raise TraceError(f"{path}: {error.strerror}") from None
@@ -196,6 +206,10 @@ class Trace:
 def _require(condition: bool, got: str, expected: str) -> None:
     if not condition:
         raise TraceError(f"trace: got {got}, expected {expected}")
+
+
+def _shown(value: object) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else str(value)
 
 
 def _parse_header(line: bytes) -> dict[str, Any]:

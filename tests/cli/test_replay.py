@@ -322,4 +322,17 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.trace").write_text(json.dumps({}))
     result = run(str(tmp_path / "no.trace"))
     assert result.exit_code == 2
-    assert "to start with b'vllm-hisparse trace 1" in " ".join(result.output.replace("│", " ").split())
+    output = " ".join(result.output.replace("│", " ").split())
+    assert "expected a file that starts with 'vllm-hisparse trace 1': record one with `vllm-hisparse trace" in output
+
+
+def test_files_of_two_models_are_refused(trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace(Trace.read(trace_file), model="other", row_bytes=7).write(Path("other.trace"))
+    result = run("some.trace", "other.trace")
+    assert result.exit_code == 2
+    output = " ".join(result.output.replace("│", " ").split())
+    assert (
+        "got model other, row_bytes 7 in other.trace, expected model random, row_bytes 16, as in some.trace" in output
+    )
+    assert "replay them apart" in output

@@ -62,7 +62,7 @@ def replay_command(
         raise typer.BadParameter(f"got {plot}, and --by-layer, which draws nothing: leave one out", param_hint="--plot")
     try:
         traces = [Trace.read(path) for path in trace]
-        selections = Trace.join(traces)
+        selections = Trace.join(traces, trace)
     except TraceError as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     if not selections.requests:
