@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_hisparse.cli.main import app
+from vllm_hisparse.cli.replay import describe, replays, result_table
 from vllm_hisparse.cli.replay_buffers import PrivateBuffer, Replay, first_uses, private_misses, sequences
 from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Selection
 from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
@@ -270,6 +271,26 @@ def test_the_command_shows_a_table_and_writes_a_plot(trace_file: Path, tmp_path:
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_figures_are_whole_where_lines_are_short(trace_file: Path, columns: str) -> None:
+    options = ["--warm-up", "0", "--size", "2.3", "--requests", "1000000"]
+    shown = CliRunner().invoke(app, ["replay", str(trace_file), *options], env={"COLUMNS": columns})
+    assert shown.exit_code == 0, shown.output
+    assert "…" not in shown.output and shown.output.count("18 (2.25x)") == 2 * len(POLICIES)
+    layers = CliRunner().invoke(app, ["replay", str(trace_file), "--by-layer"], env={"COLUMNS": columns})
+    assert layers.exit_code == 0, layers.output
+    assert "…" not in layers.output and "controller" in layers.output
+
+
+def test_a_size_is_shown_in_short(trace_file: Path) -> None:
+    """A buffer of 589 rows with a top-k of 256 has 2.30078 times the top-k."""
+    trace = Trace.read(trace_file)
+    row = describe(replays(trace, ["lru"], [2.0], ["buffers"])[0], trace, 0, 1, 1.0)
+    for size, expected in ((589 / 256, "589 (2.3x)"), (2.0, "589 (2x)"), (1024.0, "589 (1024x)")):
+        table = result_table([{**row, "hot_rows": 589, "size": size}], "title")
+        assert list(table.columns[2].cells) == [expected]
+
+
 @pytest.mark.long
 def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) -> None:
     """One shared pool needs all requests; the rows of both files are those of one file with both requests."""
@@ -296,6 +317,14 @@ def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) 
         (["--size", "1e9"], "--size"),
         (["--link-gb-s", "inf"], "got inf, expected a finite number"),
         (["--by-layer", "--plot", "some.png"], "which draws nothing"),
+        (["--least-share", "0.54"], "Invalid value for --least-share: got 0.54, but not --by-layer, without which it"),
+        (["--by-layer", "--policy", "lru"], "Invalid value for --policy: got lru, and --by-layer, which ignores it"),
+        (["--by-layer", "--pool"], "Invalid value for --pool: got --pool, and --by-layer, which ignores it"),
+        (["--by-layer", "--no-pool"], "Invalid value for --no-pool: got --no-pool, and --by-layer, which ignores"),
+        (["--by-layer", "--layers", "2"], "Invalid value for --layers: got 2, and --by-layer, which ignores it"),
+        (["--by-layer", "--requests", "1"], "Invalid value for --requests: got 1, and --by-layer, which ignores it"),
+        (["--by-layer", "--row-bytes", "9"], "Invalid value for --row-bytes: got 9, and --by-layer, which ignores it"),
+        (["--by-layer", "--link-gb-s", "50"], "Invalid value for --link-gb-s: got 50.0, and --by-layer, which ignores"),
         (["--plot", "plot.foo"], "expected a name that ends with one of"),
         (["--plot", "/dev/null/plot.png"], "Not a directory"),
     ],

@@ -178,3 +178,16 @@ def test_the_command_learns_one_list_from_several_files(paths: list[str]) -> Non
     assert shown_lists(result.output) == {"4": misses.rows_by_layer(4.0, 32, 0.9)}
     for share in from_others(misses, [1, 1], 4.0, 32, 0.9):
         assert f"{share:.2f}" in result.output
+
+
+@pytest.mark.parametrize("sticky", [0.8, 0.95])
+def test_misses_differ_from_those_of_replayed_buffers_by_one_row_at_most(paths: list[str], sticky: float) -> None:
+    """The caption says so, and why."""
+    trace = random_trace(2, top_k=32, num_steps=60, first_position=500, num_layers=2, sticky=sticky)
+    misses = LayerMisses.of(trace)
+    for size in (1.0, 2.0, 4.0, 8.0):
+        replay = Replay.run(trace, sequences(trace), "lru", "buffers", round(size * 32))
+        assert abs(replay.missed_per_step(0) - misses.equal(size, 0)) < 1
+    result = CliRunner().invoke(app, ["replay", paths[0], "--by-layer", "--size", "4"])
+    shown = " ".join(result.output.split())
+    assert "differs by about one row at most from the table without --by-layer: here the newest row keeps" in shown

@@ -19,20 +19,28 @@ from vllm_hisparse.cli.replay_layers import by_layer as compare_layers
 from vllm_hisparse.cli.replay_policies import POLICIES
 from vllm_hisparse.trace import Trace, TraceError
 
+MIN_WIDTH = 120  # columns of the tables
 WARM_UP_STEPS = 32
 SIZES, MAX_SIZE = [1.0, 2.0, 4.0, 8.0, 16.0], 1024  # of buffers, in top-k
 LAYER_CAPTION = (
     "missed: rows per request and layer in a step, with equal shares; controller, best: misses over these, if a slow "
     "controller or one that knows all steps divides the same memory; fixed: the same with the shares below, which "
-    "leave each layer its least share; of others: for each file, with the shares of all other files; rows in top-k"
+    "leave each layer its least share; of others: for each file, with the shares of all other files; rows in top-k. "
+    "missed differs by about one row at most from the table without --by-layer: here the newest row keeps a place in "
+    "its buffer without a copy, there it is copied when it is selected later. A draft layer does not count here, nor "
+    "do steps after the last one of the shortest request"
 )
 CAPTION = (
     "buffers: one per request and layer; pool: one of the same memory for all. missed: rows per request and layer in a "
     "step; MB, ms: what a step of all requests and layers copies, and how long the link takes for it"
 )
+# Options that one of the two tables ignores.
+BUFFER_OPTIONS = ("policy", "pool", "row_bytes", "layers", "requests", "link_gb_s")
+LAYER_OPTIONS = ("least_share",)
 
 
 def replay_command(
+    context: typer.Context,
     trace: Annotated[
         list[Path],
         typer.Argument(help="Files of selections, replayed together.", exists=True, dir_okay=False),
@@ -60,6 +68,7 @@ def replay_command(
         )
     if plot is not None and by_layer:
         raise typer.BadParameter(f"got {plot}, and --by-layer, which draws nothing: leave one out", param_hint="--plot")
+    refuse_ignored(context, by_layer)
     try:
         traces = [Trace.read(path) for path in trace]
         selections = Trace.join(traces, trace)
@@ -82,7 +91,7 @@ def replay_command(
         if len(files) > 1:
             for row in compared:
                 row["of_others"] = from_others(misses, files, row["size"], warm_up, least_share)
-        Console().print(layer_table(compared, misses))
+        print_table(layer_table(compared, misses))
         for row in compared:
             typer.echo(f'{row["size"]:g} top-k: "rows_by_layer": {row["rows_by_layer"]}')
         return
@@ -90,9 +99,33 @@ def replay_command(
     rows = []
     for replay in replays(selections, policy, size, [*SCOPES] if pool else ["buffers"]):
         rows.append(describe(replay, selections, warm_up, scale, link_gb_s))
-    Console().print(result_table(rows, f"{selections.model}, top-k {selections.top_k}"))
+    print_table(result_table(rows, f"{selections.model}, top-k {selections.top_k}"))
     if plot is not None:
         plot_rows(rows, plot)
+
+
+def refuse_ignored(context: typer.Context, by_layer: bool) -> None:
+    """Refuse options of the other table.
+
+    Raises:
+        BadParameter: names the first of them.
+    """
+    reason = ", and --by-layer, which ignores it: leave one out"
+    if not by_layer:
+        reason = ", but not --by-layer, without which it is ignored: add --by-layer or leave this option out"
+    for name in BUFFER_OPTIONS if by_layer else LAYER_OPTIONS:
+        source, value = context.get_parameter_source(name), context.params[name]
+        if source is not None and source.name != "DEFAULT":
+            option = f"--{name.replace('_', '-')}" if value is not False else f"--no-{name}"
+            shown = ", ".join(value) if isinstance(value, list | tuple) else option if name == "pool" else value
+            raise typer.BadParameter(f"got {shown}{reason}", param_hint=option)
+
+
+def print_table(table: Table) -> None:
+    """Print a table without cutting off figures, also where lines are short."""
+    console = Console()
+    console.width = max(console.width, MIN_WIDTH)
+    console.print(table)
 
 
 def layer_table(rows: list[dict[str, Any]], misses: LayerMisses) -> Table:
@@ -101,7 +134,7 @@ def layer_table(rows: list[dict[str, Any]], misses: LayerMisses) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, caption=LAYER_CAPTION, caption_justify="left", pad_edge=False)
     shares = ("controller", "best", "fixed")
     for header in ("top-k", "missed", *shares, "of others", "controller's rows", "best rows"):
-        table.add_column(header, justify="right", no_wrap=not header.endswith("rows"))
+        table.add_column(header, justify="right", no_wrap=not header.endswith(("rows", "others")))
     for row in rows:
         sizes = (" ".join(f"{each:g}" for each in row[name]) for name in ("controller_sizes", "best_sizes"))
         figures = (f"{row['size']:g}", f"{row['missed']:.1f}", *(f"{row[name]:.2f}" for name in shares))
@@ -151,7 +184,7 @@ def result_table(rows: list[dict[str, Any]], title: str) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         figures = (f"{row['missed_rows']:.1f}", f"{row['mb']:.2f}", f"{row['ms']:.3f}")
-        names = (row["scope"], row["policy"], f"{row['hot_rows']} ({row['size']:g}x)")
+        names = (row["scope"], row["policy"], f"{row['hot_rows']} ({round(row['size'], 2):g}x)")
         table.add_row(*names, f"{row['hit_rate']:.1%}", row["worst_layer"], *figures)
     return table
 
