@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import torch
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -132,7 +131,9 @@ def command(ctx: typer.Context, module: str) -> str:
     their names."""
     parts = ["python", "-m", module]
     for name, value in ctx.params.items():
-        is_default_place = name == "output" and ctx.get_parameter_source(name) == ParameterSource.DEFAULT
+        # NOTE: releases of typer differ in whose enum this is.
+        source = ctx.get_parameter_source(name)
+        is_default_place = name == "output" and source is not None and source.name == "DEFAULT"
         if name == "resume" or is_default_place or value is None:
             continue
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -333,9 +333,7 @@ def run(
     drafts: Annotated[int, typer.Option(min=0, help="n-gram drafts of a step")] = 0,
     async_scheduling: Annotated[bool, typer.Option(help="on the CPU platform: two batches in flight")] = False,
     live: Annotated[int, typer.Option(min=1, help="requests in flight")] = 32,
-    num_judges: Annotated[
-        int, typer.Option("--judges", min=1, help="engines with full KV that compare answers, side by side")
-    ] = 1,
+    judges: Annotated[int, typer.Option(min=1, help="engines with full KV that compare answers, side by side")] = 1,
     sample_s: Annotated[float, typer.Option(help="seconds between two looks at the memory")] = 60.0,
     seed: Annotated[int, typer.Option(help="of the clients")] = 0,
     trace_python: Annotated[
@@ -371,7 +369,7 @@ def run(
             "trace_python": trace_python,
         }
         engine, engine_end = context.Pipe()
-        full_kv, full_kv_ends = zip(*(context.Pipe() for _ in range(num_judges)), strict=True)
+        full_kv, full_kv_ends = zip(*(context.Pipe() for _ in range(judges)), strict=True)
         full_kv_args = model | engine_args(device, None, 0)
         processes = [
             context.Process(target=serve_full_kv, args=(end, full_kv_args), daemon=True) for end in full_kv_ends
@@ -381,11 +379,11 @@ def run(
             process.start()
             its_end.close()
         signal.signal(signal.SIGTERM, lambda *_: send_end(engine))
-        judges = [Judge(each, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]) for each in full_kv]
-        end, comparisons = None, Comparisons(judges)
+        panel = [Judge(each, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]) for each in full_kv]
+        end, comparisons = None, Comparisons(panel)
         described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
         described |= {"host_pool_gib": pool_gib}
-        described |= {"async_scheduling": async_scheduling or device == Device.gpu, "judges": num_judges}
+        described |= {"async_scheduling": async_scheduling or device == Device.gpu, "judges": judges}
         try:
             for connection in full_kv:
                 connection.recv()
@@ -397,9 +395,9 @@ def run(
                     if kind == "answer":
                         comparisons.add(content)
                     elif kind == "sample":
-                        own = sum(own_mib(process.pid) for process in processes[:num_judges])
+                        own = sum(own_mib(process.pid) for process in processes[:judges])
                         samples.append(content | {"full_kv_own_mib": round(own, 1)})
-                        row = described | summary(samples, judges, None) | {"backlog": len(comparisons)}
+                        row = described | summary(samples, panel, None) | {"backlog": len(comparisons)}
                         write_result(output, ctx, "benchmarks.soak", [row], hardware)
                         typer.echo(
                             json.dumps({k: v for k, v in row.items() if k not in ("samples", "wrong")}), err=True
@@ -411,7 +409,7 @@ def run(
         except (EOFError, OSError) as error:
             end = None
             typer.echo(f"an engine has ended before its time ({error!r})", err=True)
-        row = described | summary(samples, judges, end) | {"backlog": len(comparisons)} if samples else None
+        row = described | summary(samples, panel, end) | {"backlog": len(comparisons)} if samples else None
         if row is not None:
             write_result(output, ctx, "benchmarks.soak", [row], hardware)
             typer.echo(json.dumps({k: v for k, v in row.items() if k not in ("samples",)}), err=True)

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
+
+from benchmarks.common import command
 
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = {"median", "p10", "p90", "max"}
@@ -266,3 +269,24 @@ def test_imports_name_the_transport_of_the_largest_pieces(
     imports = importlib.import_module("benchmarks.imports")
     assert imports.transport_of(UCX_TABLES, is_device, is_write) == transport
     assert imports.transport_of("", is_device, is_write) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "python -m benchmarks.x --size 3"),
+        (["--size", "4", "--output", "a.json"], "python -m benchmarks.x --size 4 --output a.json"),
+        (["--output", "/tmp/b.json"], "python -m benchmarks.x --output b.json --size 3"),
+    ],
+)
+def test_the_recorded_command_leaves_out_a_default_output(words: list[str], expected: str) -> None:
+    found: list[str] = []
+
+    def run(ctx: typer.Context, size: int = 3, output: str = "result.json") -> None:
+        found.append(command(ctx, "benchmarks.x"))
+
+    app = typer.Typer()
+    app.command()(run)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert found == [expected]
