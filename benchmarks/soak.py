@@ -242,9 +242,11 @@ class Comparisons:
         Raises:
             EOFError, OSError: a judge's engine has ended.
         """
-        for each in wait_for(self._open, timeout_s, FIRST_COMPLETED).done:
+        done = wait_for(self._open, timeout_s, FIRST_COMPLETED).done
+        failed = {each for each in done if each.exception() is not None}
+        self._open -= done - failed
+        for each in failed:
             each.result()
-            self._open.remove(each)
 
     def close(self) -> None:
         """End after the comparisons that have begun; drop the others."""

@@ -96,4 +96,4 @@ def record(ctx: typer.Context) -> None:
     forward(ctx, record_command)
 
 
-app.command("make-model")(make_model_command)
+app.command("make-model", cls=CheckedCommand)(make_model_command)

@@ -64,21 +64,18 @@ def check_model(model: str, option: str) -> None:
     Raises:
         BadParameter: names the option.
     """
-    if (Path(model) / "config.json").is_file():
-        return
     from transformers.utils import cached_file
 
+    reason = "it has no config.json"
     try:
-        found = None if Path(model).exists() else cached_file(model, "config.json")
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        is_offline = os.environ["HF_HUB_OFFLINE"]
-        message = (
-            f"got {model}, expected a directory with config.json, or the name of a model on the Hugging Face Hub: it "
-            f"must be in the cache, unless HF_HUB_OFFLINE is 0 in the environment (now {is_offline})"
-        )
-        raise typer.BadParameter(message, param_hint=option)
+        if (Path(model) / "config.json").is_file() or (not Path(model).exists() and cached_file(model, "config.json")):
+            return
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+    if os.environ["HF_HUB_OFFLINE"] not in ("", "0"):
+        reason += "; HF_HUB_OFFLINE is set, so a model of the Hub must be in the cache"
+    message = f"got {model}, expected a directory with config.json, or the name of a model on the Hugging Face Hub"
+    raise typer.BadParameter(f"{message}: {reason}", param_hint=option)
 
 
 def start_engine(model: str, seed: int, **options: Any) -> LLM:

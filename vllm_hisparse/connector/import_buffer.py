@@ -8,6 +8,7 @@ part has been read, its pages are copied to their places in the host pool; then 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -365,6 +366,6 @@ def check_buffer_size(buffer_gib: float, block_bytes: int) -> None:
         raise HiSparseConfigError(
             "import_buffer_gib",
             buffer_gib,
-            f"at least {least_gib:.6f}, {MIN_IMPORT_PARTS} blocks of all layers",
+            f"at least {math.ceil(least_gib * 1e6) / 1e6:.6f}, {MIN_IMPORT_PARTS} blocks of all layers",
             "Raise it, or remove it.",
         )

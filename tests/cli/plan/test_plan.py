@@ -766,7 +766,7 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("DeepSeek-V3.2",), "GiB of weights on each GPU"),
+        (("DeepSeek-V3.2",), "needs 625.6 GiB on each GPU for weights, and 4 GiB for activations"),
         (("DeepSeek-V3.2", "--hit-rate", "0.5", "--overlap", "0.3"), "got 0.5, and 0.3 for --overlap"),
         (("Llama-3.1-8B", "--concurrency", "4", "--request-rate", "2"), "they contradict each other"),
         (("no/such/model",), "expected a directory, a config.json or one of DeepSeek-V3.2"),
@@ -775,7 +775,7 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--acceptance", "0.5"), "got 0.5, and no --drafts to accept"),
         (
             ("Llama-3.1-8B", "--device-kv-gib", "70", "--gpu", "H100"),
-            "got 70, and H100 for --gpu, which has 80 GiB; Llama-3.1-8B needs 14 GiB on each for weights. Lower it",
+            "got 70, and H100 for --gpu, which has 79.6 GiB; Llama-3.1-8B needs 14.0 GiB on each for weights: lower",
         ),
         (("Llama-3.1-8B", "--device-kv-gib", "9", "--gpu-memory-utilization", "0.5"), "got 9.0, and 0.5 for --gpu-mem"),
         (("Llama-3.1-8B", "--device-buffer-size", "100"), "expected a multiple of 16, at least 2048"),
@@ -816,11 +816,11 @@ def test_rates_of_a_doctor(tmp_path: Path) -> None:
         (("Llama-3.1-8B", "--context", "500-"), "got '500-', expected tokens as a number, as LOW-HIGH"),
         (
             ("DeepSeek-V3.2", "--device-kv-gib", "20"),
-            "DeepSeek-V3.2 needs 626 GiB on each for weights. Lower it, raise",
+            "DeepSeek-V3.2 needs 625.6 GiB on each for weights: lower it, raise",
         ),
         (
             ("GLM-5", "--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.4"),
-            "(0.4 of H200's 140 GiB, --gpu-mem",
+            "vLLM may use 55.9 GiB (0.4 of H200's 139.8 GiB)",
         ),
         (
             ("MiniMax-M3", "--tensor-parallel-size", "4", "--indexer-key-dtype", "fp4"),
@@ -899,9 +899,53 @@ def test_no_commands_of_engines_that_would_not_start(words: tuple[str, ...], rea
     shown = " ".join(invoke(*model, *words).output.split())
     assert f"because no engine would start: {found['start_refusal']}." in shown and "vllm serve" not in shown
     device = "--device-kv-gib" in words
-    more = "more device memory for KV (--device-kv-gib" if device else "more host memory (--host-memory-gib)"
+    more = "more device memory for KV (raise --device-kv-gib)" if device else "more host memory (--host-memory-gib)"
     assert (more in found["verdict"]) == ("Not one request fits" in found["verdict"])
     assert planned(*model)["start_refusal"] is None
+
+
+def test_remedies_help() -> None:
+    ranks = planned("Qwen3-8B", "--data-parallel-size", "4", "--host-memory-gib", "8")["start_refusal"]
+    assert "needs 4.7 GiB of host memory, and a rank has 2: raise --host-memory-gib to 20 at least" in ranks
+    assert not planned("Qwen3-8B", "--data-parallel-size", "4", "--host-memory-gib", "20")["start_refusal"]
+    buffer = planned("Llama-3.1-8B", "--gpu", "H100", "--import-buffer-gib", "55")
+    assert "a GPU has 0.25: lower --import-buffer-gib, or plan" in buffer["start_refusal"]
+    assert "raise --tensor-parallel-size or --gpu-memory-utilization" in refusal("Llama-3.3-70B", "--gpu", "H100")
+    tight = planned("DeepSeek-V3.2", "--tensor-parallel-size", "8", "--device-kv-gib", "0.5352")["start_refusal"]
+    assert "needs 0.54 GiB of device memory for KV, and a GPU has 0.53" in tight
+
+
+def test_no_pair_whose_prefill_side_would_not_start() -> None:
+    """It has full KV on the same GPUs, in the memory that vLLM uses by default."""
+    words = ("Llama-3.3-70B", "--tensor-parallel-size", "2", "--gpu", "H100", "--context")
+    found = planned(*words, "120000")
+    assert list(found["commands"]) == ["one instance"] and found["start_refusal"] is None
+    assert "a prefill instance has full KV, one request of 121024 tokens" in found["pair_refusal"]
+    assert found["helm_refusal"] == found["ray_refusal"] == found["pair_refusal"]
+    shown = " ".join(invoke(*words, "120000").output.split())
+    assert f"There is no prefill/decode pair: {found['pair_refusal']}." in shown and "8100" not in shown
+    assert list(planned(*words, "12000")["commands"]) == ["one instance", "prefill", "decode", "router"]
+
+
+def test_models_that_the_plugin_refuses_keep_their_command(tmp_path: Path) -> None:
+    """Their layers may need less KV than the full attention that is counted."""
+    layers = [f"{'full' if layer % 6 == 5 else 'sliding'}_attention" for layer in range(32)]
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Llama-3.1-8B"] | {"layer_types": layers}))
+    found = planned(str(tmp_path), "--gpu", "L40S", "--context", "130000", "--device-kv-gib", "2")
+    assert found["not_hosted"] and found["start_refusal"] is found["pair_refusal"] is None
+    assert list(found["commands"]) == ["one instance"] and "if every layer has full KV" in found["verdict"]
+
+
+def test_a_directory_with_the_name_of_a_preset_is_served(tmp_path: Path) -> None:
+    folder = tmp_path / "GLM-5"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PRESETS["GLM-5"]))
+    words = ("--tensor-parallel-size", "8", "--gpu", "B300")
+    for model in (folder, folder / "config.json"):
+        assert f"serve {folder} " in planned(str(model), *words)["commands"]["one instance"]
+    found = planned(str(folder), *words, "--weight-dtype", "bfloat16")
+    assert f"serve {folder} " in found["commands"]["one instance"]
+    assert found["weights_note"].endswith(f"and {folder} has 8: set a checkpoint with such weights in the commands.")
 
 
 def test_the_charts_whole_gib_hold_a_request() -> None:
@@ -911,7 +955,7 @@ def test_the_charts_whole_gib_hold_a_request() -> None:
     assert "and a rank has 4: raise" in found["helm_refusal"] and found["ray_refusal"] is None
 
 
-def test_commands_say_that_their_checkpoint_has_other_weights() -> None:
+def test_commands_say_that_their_checkpoint_has_other_weights(tmp_path: Path) -> None:
     note = planned("Qwen3-8B", "--weight-dtype", "fp8")["weights_note"]
     assert note.startswith("The plan has weights of 8 bits (--weight-dtype fp8), and Qwen/Qwen3-8B has 16: set a")
     bf16 = ("--weight-dtype", "bfloat16", "--gpu", "B300", "--tensor-parallel-size", "8")
@@ -919,6 +963,11 @@ def test_commands_say_that_their_checkpoint_has_other_weights() -> None:
     assert planned("GLM-5", *bf16)["weights_note"] is None, "its checkpoint in bfloat16 is known"
     assert planned("Qwen3-8B", "--weight-dtype", "bfloat16")["weights_note"] is None
     assert planned("Qwen3-8B")["weights_note"] is None
+    told = {"quant_method": "fp8", "ignore": ["self_attn"]}
+    for quantization, expected in ((told, "has 16 in attention: set"), ({"quant_method": "x"}, "is not known: see")):
+        config = PRESETS["Llama-3.1-8B"] | {"quantization_config": quantization}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert expected in planned(str(tmp_path), "--weight-dtype", "fp8")["weights_note"]
     shown = " ".join(invoke("Qwen3-8B", "--weight-dtype", "fp8").output.split())
     assert "set a checkpoint with such weights in the commands." in shown
 
@@ -1041,6 +1090,7 @@ def test_buffers_are_as_large_as_the_kernels_take(model: str, unit: int) -> None
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, 16),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}, 8),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}}, 4),
         (
             {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "int4"}]}, "layer_quant_config": {}},
             4,
@@ -1160,10 +1210,15 @@ def test_files_beside_config_json_that_tell_no_bits_are_refused(tmp_path: Path, 
         ({"ignore": ["re:model[.]layers[.][0-7][.]self_attn[.].*"]}, 0.1),
         ({"ignore": ["re:("]}, 0.0),
         ({"ignored_layers": ["self_attn"]}, 1.0),
-        ({"modules_to_not_convert": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(20)]}, 0.25),
+        (
+            {"modules_to_not_convert": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(20)]},
+            0.25 * 64 / 144,
+        ),
         ({"exclude_modules": ["model.layers.1*"]}, 11 / 80),  # 1, and 10 to 19
         ({"exclude": ["lm_head", "model.layers.7.mlp", 3]}, 0.0),
         ({"ignore": ["model.language_model.layers.*.self_attn*"]}, 1.0),
+        ({"ignore": [r"re:.*language_model\.layers.*self_attn.*"]}, 1.0),
+        ({"ignore": ["*q_proj", "*k_proj", "*v_proj"]}, 80 / 144),
         ({"ignore": None, "exclude": 3}, 0.0),
     ],
 )
@@ -1183,6 +1238,34 @@ def test_attention_that_a_checkpoint_leaves_in_16_bits(tmp_path: Path, kept: dic
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"} | kept}))
     assert ModelShape.load(str(tmp_path)).weight_bytes == pytest.approx(inline.weight_bytes)
     assert ModelShape.load(str(tmp_path), weight_dtype="fp8").weight_bytes == pytest.approx(plain.weight_bytes)
+
+
+def test_latent_attention_that_a_checkpoint_leaves_in_16_bits() -> None:
+    """The indexers are a part of it."""
+    config, plain = PRESETS["DeepSeek-V3.2"], {"quant_method": "fp8"}
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    output = layers * heads * config["v_head_dim"] * hidden
+    fields = "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim"
+    query, latent, nope, rope, value, index = (config[field] for field in fields)
+    others = hidden * query + query * heads * (nope + rope) + hidden * (latent + rope) + latent * heads * (nope + value)
+    indexer = query * config["index_n_heads"] * index + hidden * (index + config["index_n_heads"])
+    found = {}
+    for name, kept in (("none", []), ("output", ["*o_proj"]), ("all", ["*self_attn*"])):
+        shape = ModelShape.from_config("m", config | {"quantization_config": plain | {"ignore": kept}}, "fp8")
+        found[name] = shape.weight_bytes
+    assert found["output"] - found["none"] == pytest.approx(output)
+    assert found["all"] - found["none"] == pytest.approx(output + layers * (others + indexer))
+
+
+def test_odd_files_of_a_checkpoint(tmp_path: Path) -> None:
+    config, broken = PRESETS["Llama-3.1-8B"], tmp_path / "hf_quant_config.json"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hf_quant_config": "x"}))
+    assert ModelShape.load(str(tmp_path)).weight_bits == 16
+    broken.write_text("no JSON")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert ModelShape.load(str(tmp_path)).weight_bits == 8, "config.json tells, so the other file is not read"
+    nested = config | {"quantization_config": {"quant_method": "fp8"}, "text_config": {"quantization_config": None}}
+    assert ModelShape.from_config("m", nested, "auto").weight_bits == 8
 
 
 def test_a_plan_says_how_weights_in_4_bits_are_counted(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from importlib import metadata
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -189,7 +189,7 @@ def check_memory(report: Report, host_pool_gib: float) -> bool:
     free_gib, wanted = free.num_bytes / GIB, max(host_pool_gib + PROCESS_GIB, host_pool_gib / FREE_MEMORY_SHARE)
     status = Status.ok if free_gib >= wanted else Status.error
     advice = f"A host pool of {host_pool_gib:g} GiB needs {ceil(wanted)} GiB of free memory: lower it, or free memory."
-    report.add("host memory", status, f"{free_gib:.0f} GiB ({free.source})", "" if status == Status.ok else advice)
+    report.add("host memory", status, f"{floor(free_gib)} GiB ({free.source})", "" if status == Status.ok else advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         report.add("locked memory", Status.ok, "unlimited")

@@ -22,9 +22,11 @@ from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.launch import (
     chart_refusal,
     commands,
+    device_remedy,
     gpu_warning,
     helm_values,
     max_num_seqs,
+    pair_refusal,
     ray_options,
     replicas_refusal,
     start_refusal,
@@ -209,9 +211,10 @@ def plan_command(
         raise typer.BadParameter(str(error)) from None
     if chart is not None:
         check_picture(chart, "--chart")
-    model = CHECKPOINTS.get(shape.name, str(Path(model).parent) if Path(model).is_file() else model)
+    is_preset = not Path(model).exists()
+    model = CHECKPOINTS.get(shape.name, model) if is_preset else _directory(model)
     note = ""
-    if weight_dtype == "bfloat16" and shape.name in BF16_CHECKPOINTS:
+    if weight_dtype == "bfloat16" and is_preset and shape.name in BF16_CHECKPOINTS:
         model = BF16_CHECKPOINTS[shape.name]
     elif weight_dtype != "auto":
         note = _weights_note(model, shape, weight_dtype)
@@ -222,7 +225,8 @@ def plan_command(
     }
     if as_json:
         found = plan.as_json() | {"verdict": verdict(plan), "gpu_warning": warning or None}
-        found |= {"weights_note": note or None, "start_refusal": start_refusal(plan) or None, "commands": starts}
+        found |= {"weights_note": note or None, "start_refusal": start_refusal(plan) or None}
+        found |= {"pair_refusal": pair_refusal(plan) or None, "commands": starts}
         found |= deployments
         found |= {"helm_refusal": chart_refusal(plan) or None, "ray_refusal": replicas_refusal(plan) or None}
         typer.echo(json.dumps(found, indent=2))
@@ -298,19 +302,22 @@ def _model(model: str, kv_cache_dtype: str, weight_dtype: str, indexer_kv_dtype:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
 
+def _directory(model: str) -> str:
+    """Return the directory of a model that is given by it, or by its config.json."""
+    return str(Path(model).parent) if Path(model).is_file() else model
+
+
 def _weights_note(model: str, shape: ModelShape, weight_dtype: str) -> str:
-    """Return that the checkpoint of the commands has other weights than the plan; empty if it has the same, or does not
-    tell."""
+    """Return that the checkpoint of the commands has other weights than the plan, or may have; empty if it has not."""
+    planned = f"The plan has weights of {shape.weight_bits} bits (--weight-dtype {weight_dtype})"
     try:
-        told = ModelShape.load(model if Path(model).exists() else shape.name).weight_bits
+        told = ModelShape.load(model if Path(model).exists() else shape.name)
     except ModelError:
+        return f"{planned}. The width of the weights in {model} is not known: see that it is the same."
+    if told.weight_bytes == shape.weight_bytes:
         return ""
-    if told == shape.weight_bits:
-        return ""
-    return (
-        f"The plan has weights of {shape.weight_bits} bits (--weight-dtype {weight_dtype}), and {model} has {told}: "
-        "set a checkpoint with such weights in the commands."
-    )
+    width = str(told.weight_bits) if told.weight_bits != shape.weight_bits else "16 in attention"
+    return f"{planned}, and {model} has {width}: set a checkpoint with such weights in the commands."
 
 
 def _gpu(gpu: str) -> Gpu:
@@ -414,15 +421,18 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
     for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts, warning)):
-        console.print(note)
+        console.print(note, markup=False)
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
     if reason := start_refusal(plan):
-        console.print(f"\nThere are no commands, Helm values and Ray options, because no engine would start: {reason}.")
+        text = f"\nThere are no commands, Helm values and Ray options, because no engine would start: {reason}."
+        console.print(text, markup=False)
         return
     for title, command in starts.items():
         hosts = " (set PREFILL_HOST and DECODE_HOST first)" if title == "prefill" and "$PREFILL_HOST" in command else ""
         console.print(f"\n[bold]{TITLES[title]}[/]{hosts}")
         console.print(command, markup=False)
+    if reason := pair_refusal(plan):
+        console.print(f"\nThere is no prefill/decode pair: {reason}.", markup=False)
     refusals = {"helm_values": chart_refusal(plan), "ray_options": replicas_refusal(plan)}
     for title, options in deployments.items():
         console.print(f"\n[bold]{TITLES[title]}[/]")
@@ -506,13 +516,13 @@ def verdict(plan: Plan) -> str:
     """Return a sentence that says whether the plugin pays."""
     full = plan.point(System.full, plan.concurrency)
     if plan.model.refusal:
-        served = "vLLM serves it" if full.running else "Not one request fits with full KV on these GPUs"
+        served = "vLLM serves it" if full.running else "Not one request fits, if every layer has full KV"
         return f"vllm_hisparse does not host {plan.model.name} like this: {plan.model.refusal}. {served}."
     plugin = plan.point(System.plugin, plan.concurrency)
     if not plugin.running:
         more = "more host memory (--host-memory-gib)"
         if plan.seats(System.plugin).bound == "device memory":
-            more = "more device memory for KV (--device-kv-gib or --tensor-parallel-size)"
+            more = f"more device memory for KV ({device_remedy(plan)})"
         return f"Not one request fits: give the plan {more}, or shorter prompts."
     if not full.running:
         return "Full KV cannot run one such request on these GPUs; vllm_hisparse can."

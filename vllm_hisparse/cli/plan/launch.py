@@ -130,7 +130,8 @@ def decode_flags(plan: Plan) -> list[str]:
 
 
 def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
-    """Return shell commands: one instance, or a prefill side, a decode side and a router; none if none would start.
+    """Return shell commands: one instance, or a prefill side, a decode side and a router. Instances that would not
+    start are left out.
 
     A model that the plugin refuses has one instance, without the plugin.
     """
@@ -145,6 +146,9 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     def serve(*words: str, connector: dict[str, Any]) -> str:
         return shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", json.dumps(connector)])
 
+    one = {"one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both"))}
+    if pair_refusal(plan):
+        return one
     if plan.pair_fits_host:
         num_gpus = plan.num_gpus
         hosts = "localhost", "localhost"
@@ -156,8 +160,7 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
         prefill, decode = f"VLLM_NIXL_SIDE_CHANNEL_HOST={hosts[0]} ", ""
     if plan.import_buffer_gib:
         prefill += "".join(f"{name}={value} " for name, value in BLOCKS_OUTERMOST.items())
-    return {
-        "one instance": serve(*flags, *decode_flags(plan), connector=decode_connector(plan, "kv_both")),
+    return one | {
         "prefill": prefill + serve("--port", "8100", *flags, connector=PREFILL),
         "decode": decode
         + serve("--port", "8200", *flags, *decode_flags(plan), connector=decode_connector(plan, "kv_consumer")),
@@ -167,7 +170,7 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
 
 
 def start_refusal(plan: Plan, pool_gib: float | None = None) -> str:
-    """Return why an engine of the plan would not start; empty if it would.
+    """Return why an engine with the plugin would not start; empty if it would, or if the plugin refuses the model.
 
     The engine needs room for one request of `--max-model-len`, which may be longer than the mean request.
 
@@ -175,23 +178,57 @@ def start_refusal(plan: Plan, pool_gib: float | None = None) -> str:
         plan: the plan.
         pool_gib: host pool of a rank, in GiB. None: that of the commands.
     """
+    if plan.model.refusal:
+        return ""
     tokens, memory = max_model_len(plan), plan.memory
-    system = System.full if plan.model.refusal else System.plugin
-    device, host = memory.request_bytes(system, tokens)
+    device, host = memory.request_bytes(System.plugin, tokens)
     pool_gib = connector_options(plan)["host_pool_gib"] if pool_gib is None else pool_gib
-    request = f"one request of {tokens} tokens (--context and --output-tokens) needs"
     if host > pool_gib * 2**30:
+        needed = math.ceil(host / 2**30 * 10) / 10
         return (
-            f"{request} {math.ceil(host / 2**30 * 10) / 10:g} GiB of host memory, and a rank has {pool_gib:g}: "
-            "raise --host-memory-gib, or plan shorter requests"
+            f"{_longest(plan)} needs {needed:g} GiB of host memory, and a rank has {pool_gib:g}: raise "
+            f"--host-memory-gib to {math.ceil(needed) * plan.data_parallel} at least, or plan shorter requests"
         )
-    if device > memory.kv_bytes(system):
+    if device > memory.kv_bytes(System.plugin):
         return (
-            f"{request} {math.ceil(device / 2**30 * 100) / 100:.2f} GiB of device memory for KV, and a GPU has "
-            f"{memory.kv_bytes(system) / 2**30:.2f}: raise --device-kv-gib or "
-            "--tensor-parallel-size, or plan shorter requests"
+            f"{_longest(plan)} needs {_more_gib(device)} GiB of device memory for KV, and a GPU has "
+            f"{_less_gib(memory.kv_bytes(System.plugin))}: {device_remedy(plan)}, or plan shorter requests"
         )
     return ""
+
+
+def pair_refusal(plan: Plan) -> str:
+    """Return why a prefill instance, which has full KV on the same GPUs, would not start; empty if it would."""
+    if plan.model.refusal:
+        return ""
+    needed, _ = plan.memory.request_bytes(System.full, max_model_len(plan))
+    if needed <= plan.stock_kv_gib * 2**30:
+        return ""
+    return (
+        f"a prefill instance has full KV, {_longest(plan)} needs {_more_gib(needed)} GiB of it, and a GPU has "
+        f"{_less_gib(plan.stock_kv_gib * 2**30)}: raise --tensor-parallel-size, or plan shorter requests"
+    )
+
+
+def device_remedy(plan: Plan) -> str:
+    """Return which option gives the plugin more device memory for KV."""
+    if plan.device_kv_gib is not None:
+        return "raise --device-kv-gib"
+    if plan.import_buffer_gib:
+        return "lower --import-buffer-gib"
+    return "raise --gpu-memory-utilization or --tensor-parallel-size"
+
+
+def _longest(plan: Plan) -> str:
+    return f"one request of {max_model_len(plan)} tokens (--context and --output-tokens)"
+
+
+def _more_gib(num_bytes: float) -> str:
+    return f"{math.ceil(num_bytes / 2**30 * 100) / 100:.2f}"
+
+
+def _less_gib(num_bytes: float) -> str:
+    return f"{max(math.floor(num_bytes / 2**30 * 100 + ROUNDING) / 100, 0):.2f}"
 
 
 def replicas_refusal(plan: Plan) -> str:
@@ -199,7 +236,7 @@ def replicas_refusal(plan: Plan) -> str:
 
     Each of their replicas is one engine, so data parallel ranks that share experts are impossible.
     """
-    if reason := start_refusal(plan):
+    if reason := start_refusal(plan) or pair_refusal(plan):
         return reason
     if plan.model.refusal:
         return "they start the plugin, which does not host this model"

@@ -24,6 +24,7 @@ QUEST_FULL_KV_LAYERS = 2  # layers that keep full KV on the device unless `full_
 BESIDE = "hf_quant_config"  # file beside config.json, in checkpoints of ModelOpt before 0.31
 # Lists of modules that keep 16 bits, in the formats of vLLM
 KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude", "llm_int8_skip_modules")
+LANGUAGE_MODELS = ("model", "model.language_model", "language_model.model")  # names of language models in checkpoints
 LOADED_BITS = {"load_in_4bit": 4, "_load_in_4bit": 4, "load_in_8bit": 8, "_load_in_8bit": 8}  # of bitsandbytes
 FP8_REFUSAL = "KV in fp8 of a model that selects blocks was never tried: leave out --kv-cache-dtype fp8"
 
@@ -345,8 +346,8 @@ class ModelShape:
             is_dsa = selects_blocks or (is_mla and bool(config.get("index_topk")))
             is_told = weight_dtype == "auto"
             bits = _weight_bits(config) if is_told else WEIGHT_DTYPES[weight_dtype]
-            kept = _kept_attention(config) if is_told else 0.0
             attention = (_mla_attention if is_mla else _gqa_attention)(config, kv_dtype)
+            kept = _kept_attention(config, attention["projections"]) if is_told else 0.0
             if selects_blocks:
                 _add_block_indexers(attention, config, FP8 if key_dtype == "fp8" else BF16)
             elif key_dtype == "mxfp4" and is_dsa:
@@ -370,7 +371,7 @@ class ModelShape:
             or (FP8_REFUSAL if selects_blocks and kv_dtype == "fp8" else ""),
             weight_bits=bits,
             **attention["kv"],
-            **_weights(config, WEIGHT_BYTES[bits], attention["parameters"], kept),
+            **_weights(config, WEIGHT_BYTES[bits], sum(attention["projections"].values()), kept),
         )
 
 
@@ -382,7 +383,7 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         KeyError: a size is missing.
     """
     _check_types(config, {OBJECT: ("text_config",)})
-    config = config | (config.get("text_config") or {}) | {"architectures": config.get("architectures")}
+    config = config | _without_nulls(config.get("text_config") or {}) | {"architectures": config.get("architectures")}
     config = _without_nulls(config)
     if missing := [key for key in SIZES if key not in config]:
         raise KeyError(", ".join(missing))
@@ -429,31 +430,41 @@ def _quantization(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return source, inner if isinstance(inner, dict) else found
 
 
-def _kept_attention(config: dict[str, Any]) -> float:
-    """Return the share of the layers whose attention a quantised checkpoint leaves in 16 bits."""
+def _kept_attention(config: dict[str, Any], projections: dict[str, float]) -> float:
+    """Return the number of weights in attention that a quantised checkpoint leaves in 16 bits.
+
+    Args:
+        config: the checked configuration.
+        projections: weights of each module of a layer's attention, by its name.
+    """
     _, found = _quantization(config)
     lists = [found[key] for key in KEPT if isinstance(found.get(key), list)]
-    # Models of images and text have the name of their language model before its layers.
-    patterns = [each.replace("language_model.", "") for modules in lists for each in modules if isinstance(each, str)]
-    names = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(config["num_hidden_layers"])]
-    return sum(any(_matches(pattern, name) for pattern in patterns) for name in names) / len(names)
+    patterns = [each for modules in lists for each in modules if isinstance(each, str)]
+    return sum(
+        size
+        for layer in range(config["num_hidden_layers"])
+        for name, size in projections.items()
+        if any(_keeps(pattern, f"layers.{layer}.self_attn.{name}") for pattern in patterns)
+    )
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of a checkpoint's quantization stands for a module, or for one that contains it.
+def _keeps(pattern: str, module: str) -> bool:
+    """Return whether a pattern of a checkpoint's quantization stands for a module of the language model, or for one
+    that contains it.
 
     Args:
         pattern: `re:` and a regular expression, a name with wildcards, or some parts of a name.
-        name: the module's name.
+        module: the module's name, without the model's.
     """
+    names = [f"{model}.{module}" for model in LANGUAGE_MODELS]
     if pattern.startswith("re:"):
         try:
-            return re.match(pattern[3:], name) is not None
+            return any(re.match(pattern[3:], name) for name in names)
         except re.error:
             return False
     if "*" in pattern:
-        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-    return f".{pattern}." in f".{name}."
+        return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in names)
+    return any(f".{pattern}." in f".{name}." for name in names)
 
 
 def _weight_bits(config: dict[str, Any]) -> int:
@@ -471,7 +482,7 @@ def _weight_bits(config: dict[str, Any]) -> int:
     bits = _told_bits(found)
     if not bits and (match := re.search(r"(?:fp|int|w)(\d+)", names.lower())):  # fp8, mxfp4, NVFP4, W4A16_AWQ
         bits = [int(match[1])]
-    bits = [each for index, each in enumerate(bits) if each not in bits[:index]]
+    bits = _unique(bits)
     if len(bits) != 1 or type(bits[0]) is not int or bits[0] not in WEIGHT_BYTES:
         told = f"weights of {' and '.join(map(str, bits))} bits" if bits else "an unknown number of bits of a weight"
         raise ModelError(
@@ -493,9 +504,8 @@ def _told_bits(found: dict[str, Any]) -> list[Any]:
     # ModelOpt with several algorithms, such as FP8 and W4A16_AWQ.
     layers = [each for each in _values(found.get("quantized_layers")) if isinstance(each, dict)]
     bits += [_number(r"(?:fp|int|w)(\d+)", each.get("quant_algo")) for each in layers]
-    for each in _values(
-        found.get("quant_type")
-    ):  # TorchAO: int4_weight_only, Float8DynamicActivationFloat8WeightConfig
+    # TorchAO: int4_weight_only, Float8DynamicActivationFloat8WeightConfig.
+    for each in _values(found.get("quant_type")):
         name = each.get("_type") if isinstance(each, dict) else each
         bits.append(_number(r"(\d+)weight", str(name).replace("_", "")))
     return [each for each in bits if each is not None]
@@ -506,10 +516,20 @@ def _values(found: Any) -> list[Any]:
 
 
 def _weights_of(groups: Any, key: str) -> list[dict[str, Any]]:
-    """Return the descriptions of weights in groups of layers; a group may have several, which are applied in turn."""
+    """Return the descriptions of weights in groups of layers. If a group has several, they are applied in turn, and the
+    last one tells how weights are stored."""
     found = [group.get(key) for group in _values(groups) if isinstance(group, dict)]
-    flat = [part for each in found for part in (each if isinstance(each, list) else [each])]
-    return [each for each in flat if isinstance(each, dict)]
+    last = [each[-1] if isinstance(each, list) and each else each for each in found]
+    return [each for each in last if isinstance(each, dict)]
+
+
+def _unique(values: list[Any]) -> list[Any]:
+    """Return the values without repetitions, in their order; a value may be a list."""
+    found: list[Any] = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _number(pattern: str, text: Any) -> int | None:
@@ -579,8 +599,9 @@ def _read(model: str) -> tuple[str, dict[str, Any]]:
     if not path.is_file():
         raise ModelError(f"got {model!r}, expected a directory, a config.json or one of {', '.join(PRESETS)}")
     config = _read_object(path)
+    config.pop(BESIDE, None)
     beside = path.with_name(f"{BESIDE}.json")
-    if path.name == "config.json" and beside.is_file():
+    if path.name == "config.json" and not config.get("quantization_config") and beside.is_file():
         config[BESIDE] = _read_object(beside)
     return path.parent.name if path.name == "config.json" else path.stem, config
 
@@ -628,9 +649,11 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
     latent, rope, heads = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_attention_heads"]
     nope, value, hidden = config["qk_nope_head_dim"], config["v_head_dim"], config["hidden_size"]
     layers, query = config["num_hidden_layers"], config.get("q_lora_rank")
-    projections = hidden * query + query * heads * (nope + rope) if query else hidden * heads * (nope + rope)
-    projections += hidden * heads * value if config.get("gated_mla") else 0
-    projections += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    queries = {"q_a_proj": hidden * query, "q_b_proj": query * heads * (nope + rope)} if query else {}
+    projections: dict[str, float] = queries or {"q_proj": hidden * heads * (nope + rope)}
+    projections |= {"g_proj": hidden * heads * value} if config.get("gated_mla") else {}
+    projections |= {"kv_a_proj_with_mqa": hidden * (latent + rope), "kv_b_proj": latent * heads * (nope + value)}
+    projections |= {"o_proj": heads * value * hidden}
     kv = {
         "num_indexers": 0,
         "top_k": config.get("index_topk") or 0,
@@ -640,17 +663,16 @@ def _mla_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
         "num_kv_heads": 1,
         "row_flops": 2.0 * layers * heads * (2 * latent + rope),
     }
-    parameters = layers * projections
     if kv["top_k"]:
         index_dim, index_heads = config["index_head_dim"], config["index_n_heads"]
         kv |= {"num_indexers": num_indexers(config), "key_bytes": indexer_row_bytes(index_dim)}
         kv |= {"index_heads": index_heads, "index_head_dim": index_dim}
         kv["row_bytes"] = FP8_DS_MLA_ROW_BYTES if kv_dtype == "fp8" else kv["row_bytes"]
         indexer = (query or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
-        parameters += kv["num_indexers"] * indexer
+        projections["indexer"] = kv["num_indexers"] * indexer / layers  # of a mean layer
     elif kv_dtype == "fp8":
         kv["row_bytes"] = mla_row_bytes(latent, rope, FP8)
-    return {"kv": kv, "parameters": parameters}
+    return {"kv": kv, "projections": projections}
 
 
 def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
@@ -670,7 +692,10 @@ def _gqa_attention(config: dict[str, Any], kv_dtype: str) -> dict[str, Any]:
             "head_size": size,
             "row_flops": 4.0 * config["num_hidden_layers"] * heads * size,
         },
-        "parameters": config["num_hidden_layers"] * size * hidden * (2 * heads + 2 * kv_heads),
+        "projections": {
+            name: hidden * size * number
+            for name, number in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads), ("o_proj", heads))
+        },
     }
 
 
@@ -684,17 +709,18 @@ def _add_block_indexers(attention: dict[str, Any], config: dict[str, Any], eleme
         "key_bytes": key * element,
         "bounds_bytes": 0,
     }
-    attention["parameters"] += num_sparse * config["hidden_size"] * key * (queries + 1)
+    indexer = config["hidden_size"] * key * (queries + 1)
+    attention["projections"]["indexer"] = num_sparse * indexer / config["num_hidden_layers"]  # of a mean layer
 
 
-def _weights(config: dict[str, Any], weight: float, attention_parameters: int, kept: float) -> dict[str, Any]:
+def _weights(config: dict[str, Any], weight: float, attention: float, kept: float) -> dict[str, Any]:
     """Return the fields of `ModelShape` about weights.
 
     Args:
         config: the checked configuration.
         weight: bytes of a quantised weight.
-        attention_parameters: number of weights of all layers' attention.
-        kept: share of them that has 16 bits.
+        attention: number of weights in a mean layer's attention.
+        kept: number of weights in all layers' attention that have 16 bits.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -707,13 +733,13 @@ def _weights(config: dict[str, Any], weight: float, attention_parameters: int, k
     moe_layers = layers - dense_layers
     head = hidden * config.get("vocab_size", 0)  # a step does not read the whole embedding
     dense_size = config.get("dense_intermediate_size") or config.get("intermediate_size", 0)
-    dense = attention_parameters + dense_layers * 3 * hidden * dense_size
+    dense = layers * attention + dense_layers * 3 * hidden * dense_size
     shared = size * _first(config, "n_shared_experts", "moe_num_shared_experts")
     dense += moe_layers * 3 * hidden * (shared or config.get("shared_expert_intermediate_size", 0))
     expert = moe_layers * 3 * hidden * size if experts else 0
     per_token = min(_first(config, "num_experts_per_tok", "moe_k"), experts)
     return {
-        "dense_weight_bytes": dense * weight + kept * attention_parameters * (BF16 - weight) + head * BF16,
+        "dense_weight_bytes": dense * weight + kept * (BF16 - weight) + head * BF16,
         "expert_bytes": float(expert * weight),
         "num_experts": experts,
         "experts_per_token": per_token,

@@ -15,13 +15,14 @@ from vllm_hisparse.cli.plan.models import FP4_REFUSAL, ModelShape
 from vllm_hisparse.cli.plan.step_time import WAITING, Step, has_timed_narrow_keys, measured_hosts_ms
 from vllm_hisparse.layout import MIN_IMPORT_PARTS, least_import_buffer_bytes
 
+STOCK_MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
 NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
 HOST_GPUS = 8  # of most hosts
 FOUR_BITS = (
     " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
-    "assumed, for all weights but the head, and but attention if the checkpoint leaves it in 16 bits."
+    "assumed, for all weights except the head, and except attention that the checkpoint leaves in 16 bits."
 )
 ROUNDING = 1e-6  # of floats
 LEAST_RANK_GIB = 0.1  # host memory of a rank, which commands have in tenths of a GiB
@@ -122,7 +123,7 @@ class Plan:
     data_parallel: int = 1
     drafts: int = 0
     acceptance: float = 0.8
-    gpu_memory_utilization: float = 0.92
+    gpu_memory_utilization: float = STOCK_MEMORY_UTILIZATION
     device_kv_gib: float | None = None
     max_num_seqs: int = 1024
     full_kv_layers: int = 0
@@ -130,25 +131,28 @@ class Plan:
     import_buffer_gib: float = 0.0
 
     def __post_init__(self) -> None:
+        more_gpus = "raise --tensor-parallel-size" + (" or --data-parallel-size" if self.model.num_experts else "")
         if self.kv_gib <= 0:
+            used = self.gpu.memory_gib * self.gpu_memory_utilization
             raise PlanError(
-                f"{self.model.name} has {self.weights_gib:.0f} GiB of weights on each GPU, of which vLLM uses "
-                f"{self.gpu.memory_gib * self.gpu_memory_utilization:.0f} GiB ({self.gpu_memory_utilization:g} of "
-                f"{self.gpu.name}'s {self.gpu.memory_gib:.0f} GiB, --gpu-memory-utilization): no memory is left for "
-                "KV. Raise --tensor-parallel-size or --data-parallel-size, or choose a larger --gpu"
+                f"{self.model.name} needs {self.weights_gib:.1f} GiB on each GPU for weights, and {ACTIVATIONS_GIB:g} "
+                f"GiB for activations, and vLLM may use {used:.1f} GiB ({self.gpu_memory_utilization:g} of "
+                f"{self.gpu.name}'s {self.gpu.memory_gib:.1f} GiB): no memory is left for KV; {more_gpus} or "
+                "--gpu-memory-utilization, or choose a larger --gpu"
             )
         if self.device_kv_gib is not None and self.device_kv_gib + self.weights_gib > self.gpu.memory_gib:
             raise PlanError(
                 f"--device-kv-gib: got {self.device_kv_gib:g}, and {self.gpu.name} for --gpu, which has "
-                f"{self.gpu.memory_gib:.0f} GiB; {self.model.name} needs {self.weights_gib:.0f} GiB on each for "
-                "weights. Lower it, raise --tensor-parallel-size or --data-parallel-size, or choose a larger --gpu"
+                f"{self.gpu.memory_gib:.1f} GiB; {self.model.name} needs {self.weights_gib:.1f} GiB on each for "
+                f"weights: lower it, {more_gpus}, or choose a larger --gpu"
             )
         free_gib = self.kv_gib if self.device_kv_gib is None else self._unused_gib
         if self.import_buffer_gib and self.import_buffer_gib >= free_gib:
+            left = "weights" if self.device_kv_gib is None else "weights and KV (--device-kv-gib)"
             raise PlanError(
                 f"--import-buffer-gib: got {self.import_buffer_gib:g}, and {self.gpu.name} for --gpu, expected less "
-                f"than the {max(math.floor(free_gib * 100) / 100, 0):g} GiB that are left beside weights and KV: lower "
-                "it, or choose a larger --gpu"
+                f"than the {max(math.floor(free_gib * 100) / 100, 0):g} GiB that are left beside {left}: lower it, or "
+                "choose a larger --gpu"
             )
         if self.import_buffer_gib and not self.pair_fits_host:
             raise PlanError(
@@ -233,6 +237,11 @@ class Plan:
         if self.device_kv_gib is not None:
             return self.device_kv_gib
         return self.gpu.memory_gib * self.gpu_memory_utilization - self.weights_gib - ACTIVATIONS_GIB
+
+    @property
+    def stock_kv_gib(self) -> float:
+        """Device memory for KV on each GPU of an instance with vLLM's defaults, in GiB."""
+        return self.gpu.memory_gib * STOCK_MEMORY_UTILIZATION - self.weights_gib - ACTIVATIONS_GIB
 
     @property
     def _unused_gib(self) -> float:
