@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_calibration import read_rows
+from vllm_hisparse.attention.mla.microbatch_sizes import LEAST_REQUESTS, MANAGED_LEAST_REQUESTS
 from vllm_hisparse.cli.plan.memory import KVMemory, System
 from vllm_hisparse.cli.plan.models import ModelShape
 from vllm_hisparse.cli.plan.step_time import calibration
@@ -115,6 +116,33 @@ def test_beside_the_peers(result: str, case: dict[str, Any], label: str) -> None
     full, native, ours = (cell(result, "tokens_per_s", system=name, **case) for name in ("full", "vllm_native", "ours"))
     cells = " | ".join(f"{int(speed + 0.5):,}" for speed in (full, native, ours))
     assert f"| {label} | {cells} | {ours / native:.2f} |" in PERFORMANCE
+
+
+def test_beside_vllms_own_hisparse_with_a_draft_and_033() -> None:
+    name, expected, ratios = "full_depth_drafts_native", [], []
+    for label, case in list(CASES.items())[:2]:
+        (ours,), (native,) = (rows(name, system=system, **case) for system in ("ours", "vllm_native"))
+        ratios.append(ours["tokens_per_s"] / native["tokens_per_s"])
+        cells = [whole(row["tokens_per_s"]) for row in (native, ours)]
+        label = f"{label}, one draft, vLLM 0.33, the plugin's keys in 4 bits"
+        expected.append([label, "–", *cells, f"{ratios[-1]:.2f}"])
+        assert ours["drafts"] == native["drafts"] == 1 and ours["host_memory"] == "managed"
+        assert (ours["indexer_key_dtype"], native["indexer_key_dtype"]) == ("fp4", "auto")
+        assert ours["settle"] == native["settle"] == 300 and ours["steps"] == native["steps"] == 48
+    assert beside(5)[-2:] == expected
+    text = section("## Beside the peers")
+    assert f"Host pools had {pool_gib(name)} GiB" in text and "Steps were timed after 300 others" in text
+    running = {
+        (file, system): cell(file, "running_max", system=system, drafts=1, **CASES["56 requests of 32K"])
+        for file in ("mtp", name)
+        for system in ("ours", "vllm_native")
+    }
+    assert running["mtp", "vllm_native"] == running[name, "vllm_native"] and running["mtp", "ours"] == 56
+    claim = f"vLLM's own HiSparse ran {running[name, 'vllm_native']} of the 56 requests of 32K in both measurements; "
+    assert f"{claim}the plugin ran all of them with vLLM 0.32, and {running[name, 'ours']} with 0.33" in text
+    with_drafts = [float(cells[-1]) for cells in beside(5) if "draft" in cells[0]]
+    comparison = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
+    assert f"with one draft, it is {spread(with_drafts, 2)} times that of vLLM's own" in comparison
 
 
 def test_beside_sglang() -> None:
@@ -650,8 +678,9 @@ def pool_gib(name: str) -> str:
 def test_managed_memory_by_default() -> None:
     """Pools that fit into the GPU's free memory, measured with full KV of the same hour."""
     labels = {(case["context"], case["requests"]): label for label, case in CASES.items()}
+    names = "full_depth_managed_default", "full_depth_managed_drafts", "full_depth_managed_8_bits"
     expected, ratios = [], []
-    for name in ("full_depth_managed_default", "full_depth_managed_drafts"):
+    for name in names:
         for row in rows(name, system="ours"):
             case = {column: row[column] for column in ("context", "requests", "selection", "drafts")}
             (full,) = rows(name, system="full", **case)
@@ -659,28 +688,45 @@ def test_managed_memory_by_default() -> None:
             label = labels[row["context"], row["requests"]] + (", one draft" if row["drafts"] else "")
             cells = f"{whole(full['tokens_per_s'])}, {full['running_max']} running", whole(row["tokens_per_s"])
             shares = row["rows_by_layer"].rpartition(":")[2]
-            line = [label, "4 bits", shares, cells[0], f"{cells[1]}, {row['hit_rate']:.1%} hits"]
+            has_trace = row["selection"] == "trace"
+            keys = {"fp4": "4 bits", "auto": "8 bits"}[row["indexer_key_dtype"]]
+            line = [label, keys, shares, cells[0], f"{cells[1]}, {row['hit_rate']:.1%} hits"]
             expected.append([*line, f"{ratios[-1]:.2f}"])
-            assert (row["indexer_key_dtype"], row["host_memory"]) == ("fp4", "managed")
-            assert row["host_pool_memory"] == "auto" and row["steps"] == full["steps"] == 48
-            assert (full["settle"], row["settle"]) == ((300, 300) if row["drafts"] else (200, 560))
+            assert (row["host_pool_memory"], row["host_memory"]) == ("auto", "managed")
+            assert (row["steps"], full["steps"]) == (32 if has_trace else 48, 48)
+            steps = (300, 300) if row["drafts"] else (200, 200 if has_trace else 560)
+            assert (full["settle"], row["settle"]) == steps
     assert table(MANAGED) == expected
     heading = f"{MANAGED}: {ratios[0]:.2f} and {ratios[1]:.2f} times full KV with keys in 4 bits and rows by layer"
     assert f"\n{heading}\n" in PERFORMANCE
     running = [row["running_max"] for row in rows("full_depth_managed_drafts", system="ours")]
     text = section(MANAGED)
     assert running == [55, 28] and "In the third line, the plugin ran 55 of the 56 requests" in text
-    sizes = [pool_gib(name) for name in ("full_depth_managed_default", "full_depth_managed_drafts")]
-    assert f"had {sizes[0]} GiB without a draft, and {sizes[1]} GiB with one" in text
-    assert "full KV was timed after 200 steps, and the plugin after 560" in text and "each after 300 steps" in text
+    sizes = [pool_gib(name) for name in names]
+    assert f"had {sizes[0]} GiB without a draft, {sizes[1]} GiB with one, and {sizes[2]} GiB with the trace" in text
+    assert "full KV was timed after 200 steps, and the plugin after 560" in text
+    assert "each after 300 steps" in text and "each after 200 steps" in text
     pinned = [
         cell("full_depth_large_pool", "tokens_per_s", system="ours", indexer_key_dtype="fp4", drafts=0, **case)
         / cell("full_depth_large_pool", "tokens_per_s", system="full", drafts=0, **case)
         for case in list(CASES.values())[:2]
     ]
     assert f"get [{pinned[0]:.2f} and {pinned[1]:.2f} times]" in text
-    need = 56 * 553 * 64 * 61 * 788  # blocks of 35,336 tokens; bytes of a token in a layer, indexer key included
-    assert f"would need a pool of about {need / 2**30:.0f} GiB (computed)" in text
+    case = CASES["56 requests of 34K, recorded trace"]
+    large = {"drafts": 0, "indexer_key_dtype": "auto", **case}
+    speeds = [cell("full_depth_large_pool", "tokens_per_s", system=each, **large) for each in ("ours", "full")]
+    assert cell("full_depth_large_pool", "running_max", system="ours", **large) == 56
+    assert f"all 56 requests running, such a pool gets {speeds[0] / speeds[1]:.2f} times" in text
+    block = 64 * 61 * 788  # bytes; a token has 788 in a layer, indexer key included
+    need = 56 * 553 * block  # requests of 35,336 tokens
+    assert f"A pool for all of them would have about {need / 2**30:.0f} GiB (computed)" in text
+    running = cell(names[2], "running_max", system="ours")
+    blocks = int(float(sizes[2]) * 2**30) // block
+    assert running == blocks // -(-case["context"] // 64)
+    assert f"it ran {running} of the 56, because a pool of {sizes[2]} GiB has no room for more" in text
+    memory = " ".join((ROOT / "docs" / "decisions" / "managed-host-memory.md").read_text().split())
+    claim = f"a pool of {sizes[2]} GiB, {running} requests of 34K got {ratios[-1]:.2f} times full KV's tokens/s"
+    assert claim in memory and f"56 got {speeds[0] / speeds[1]:.2f} times with pinned memory" in memory
     claim = f"the same cases get {ratios[2]:.2f} and {ratios[3]:.2f} times full KV's tokens/s"
     assert claim in section("## With drafts")
     text = " ".join(README.split())
@@ -720,6 +766,26 @@ def test_microbatches_with_drafts() -> None:
     assert few[0] == few[1] and f"in two microbatches both times, took {few[0]} ms on both hosts" in text
     full = [f"{cell(name, 'itl_ms_p50', system='full', drafts=0, **CASES['56 requests of 32K']):.1f}" for name in names]
     assert f"took {full[0]} ms on the first host and {full[1]} ms on the second" in text
+
+
+def test_three_microbatches_with_a_trace() -> None:
+    case = {"system": "ours", "indexer_key_dtype": "auto", "rows_by_layer": "code-dsa-8192:2.3", "context": 35064}
+    three, four = (rows(name, **case)[0] for name in ("full_depth_managed_8_bits", "full_depth_managed"))
+    few, many = three["running_max"], four["running_max"]
+    assert (few // MANAGED_LEAST_REQUESTS, many // LEAST_REQUESTS) == (3, 4)
+    assert "Its steps ran in three microbatches" in note_of("h200/full_depth_managed_8_bits")
+    times = [f"{row['itl_ms_p50']:.1f}" for row in (three, four)]
+    hits = [f"{100 * row['hit_rate']:.1f}" for row in (three, four)]
+    text = section(LARGER_MANAGED)
+    assert f"a step of {few} requests in three took {times[0]} ms with the [pool of" in text
+    assert f"[pool of {pool_gib('full_depth_managed_8_bits')} GiB]" in text
+    assert f"a step of {many} in four took {times[1]} ms in this section" in text
+    assert f"more rows are hot ({hits[0]} instead of {hits[1]}% hits)" in text
+    decision = " ".join((ROOT / "docs" / "decisions" / "microbatches.md").read_text().split())
+    assert f"a step of {few} requests takes {times[0]} ms in three" in decision
+    assert f"one of {many} took {times[1]} ms in four on another host" in decision
+    age = section("## Age of the results")
+    assert f"three for 56 requests with independent selections and for {few} with a trace" in age
 
 
 def test_managed_memory() -> None:
@@ -846,7 +912,7 @@ def test_plans_with_managed_memory(tmp_path: Path) -> None:
 
 def test_plans_with_pools_that_are_managed_by_default(tmp_path: Path) -> None:
     found = []
-    for name in ("full_depth_managed_default", "full_depth_managed_drafts"):
+    for name in ("full_depth_managed_default", "full_depth_managed_drafts", "full_depth_managed_8_bits"):
         path = ROOT / "benchmarks" / "results" / "h200" / f"{name}.json"
         result = json.loads(path.read_text())
         result["rows"] = [row for row in result["rows"] if row["system"] == "ours"]
@@ -856,9 +922,10 @@ def test_plans_with_pools_that_are_managed_by_default(tmp_path: Path) -> None:
         for case in read_rows(tmp_path, "full depth", path.name):
             prediction = case.predict(calibration()["factors"])
             found.append(100 * (1 - prediction["predicted_tokens_per_s"] / prediction["measured_tokens_per_s"]))
-    assert len(found) == 4
+    assert len(found) == 5
     text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
-    many, few, many_drafts, few_drafts = (f"{error:.0f}" for error in found)
+    many, few, many_drafts, few_drafts, trace = (f"{error:.0f}" for error in found)
+    assert f"rows by layer and the trace of 34K, they are {trace}% too low" in text
     claim = f"are {many} and {few}% too low without drafts, and {many_drafts} and {few_drafts}% too low with one"
     assert claim in text
 
@@ -1188,6 +1255,7 @@ def test_headings_with_ranges() -> None:
 
 SYSTEMS = {"full": "full KV", "ours": "plugin", "vllm_native": "vLLM's own HiSparse"}
 UNDER_LOAD = "## Under load"
+NUMBERS = "no", "one", "two", "three", "four"
 
 
 def seconds(milliseconds: float) -> str:
@@ -1197,8 +1265,8 @@ def seconds(milliseconds: float) -> str:
 
 def test_a_pair_under_load() -> None:
     expected = []
-    for row in results("h200x2/pd_load"):
-        preempted = f", {['no', 'one', 'two', 'three'][row['preempted']]} preempted" if row["preempted"] else ""
+    for row in results("h200x2/pd_load") + results("h200x2/pd_load_32_systems"):
+        preempted = f", {NUMBERS[row['preempted']]} preempted" if row["preempted"] else ""
         latencies = [f"{rounded(row[name], 1)} ms" for name in ("itl_ms_p50", "itl_ms_p99")]
         cells = str(row["concurrency"]), SYSTEMS[row["system"]], whole(row["tokens_per_s"])
         expected.append([*cells, f"{row['running_max']}{preempted}", seconds(row["ttft_ms_p50"]), *latencies])
@@ -1212,48 +1280,61 @@ def test_a_pair_under_load() -> None:
     )
     first, _ = results("h200x2/pd_load_32")
     ratios = [ours["tokens_per_s"] / full["tokens_per_s"], first["tokens_per_s"] / full_with_32_clients()]
+    later = {row["system"]: row["tokens_per_s"] for row in results("h200x2/pd_load_32_systems")}
+    ratios.append(later["ours"] / later["full"])
     assert f"{UNDER_LOAD}: {spread(ratios, 1)} times full KV's throughput" in PERFORMANCE
-    assert f"gives {ratios[0]:.2f} times full KV's tokens per second" in " ".join(README.split())
+    assert f"gives {ratios[0]:.2f} times full KV's tokens per second. The median" in " ".join(README.split())
+    few = {row["system"]: row["tokens_per_s"] for row in results("h200x2/pd_load") if row["concurrency"] == 8}
+    claim = (
+        f"With 32 clients, the plugin gives {ratios[2]:.2f} times full KV's tokens per second; with 8 clients, which"
+    )
+    assert f"{claim} full KV can hold, {few['ours'] / few['full']:.2f} times." in " ".join(README.split())
     assert f"has room for about {full['running_max']} of 16 requests" in section(UNDER_LOAD)
 
 
 def full_with_32_clients() -> float:
-    """Full KV's tokens/s, which only the note of the result has."""
+    """Full KV's tokens/s in an earlier run, which only the note of the result has."""
     return float(re.search(r"with ([\d,.]+) tokens/s", note_of("h200x2/pd_load_32"))[1].replace(",", ""))
 
 
 def test_a_pair_with_32_clients() -> None:
+    found = {row["system"]: row for row in results("h200x2/pd_load_32_systems")}
+    assert set(found) == set(SYSTEMS) and {row["concurrency"] for row in found.values()} == {32}
+    speeds = {system: row["tokens_per_s"] for system, row in found.items()}
+    text = section(UNDER_LOAD)
+    claim = f"the plugin gives {speeds['ours'] / speeds['full']:.2f} times full KV's tokens/s, and "
+    assert f"{claim}{speeds['ours'] / speeds['vllm_native']:.2f} times those of vLLM's own HiSparse" in text
+    assert f"Up to {max(row['prefill_waiting_max'] for row in found.values())} prompts wait for the prefill" in text
+    waiting = {system: row["waiting_max"] for system, row in found.items()}
+    assert f"at most {NUMBERS[waiting['ours']]} request waits for the decode engine" in text
+    claim = f"with full KV up to {waiting['full']} wait for it, and with vLLM's own HiSparse up to "
+    assert f"{claim}{waiting['vllm_native']}." in text
+
+
+def test_earlier_runs_with_32_clients() -> None:
     first, second = results("h200x2/pd_load_32")
-    text, full = section(UNDER_LOAD), full_with_32_clients()
-    assert f"up to {max(row['prefill_waiting_max'] for row in (first, second))} prompts wait for it" in text
-    assert f"gave {whole(first['tokens_per_s'])} and {whole(second['tokens_per_s'])} tokens/s" in text
-    assert {row["running_max"] for row in (first, second)} == {22} and "At most 22 requests ran at once" in text
-    assert {row["waiting_max"] for row in (first, second)} == {1, 2} and "at most 2 waited" in text
-    assert {seconds(row["ttft_ms_p50"]) for row in (first, second)} == {
-        "9.3 s"
-    } and "the median TTFT was 9.3 s in both" in text
-    assert not first["failed"] + second["failed"] and first["concurrency"] == second["concurrency"] == 32
-    assert f"full KV gave {whole(full)} tokens/s" in text
     (alone,) = results("h200x2/pd_load_32_full")
-    assert (alone["running_max"], alone["preempted"], alone["failed"]) == (12, 6, 0)
-    less = 100 * (1 - alone["tokens_per_s"] / full)
-    claim = f"it gave {whole(alone['tokens_per_s'])} tokens/s, {less:.0f}% fewer than in the first run; at most 12"
-    claim += f" requests ran, up to {alone['waiting_max']} waited, six were preempted, and the median TTFT was"
-    assert f"{claim} {seconds(alone['ttft_ms_p50'])}" in text
-    assert "17 running requests and 1,416 tokens/s in each of its last two" in note_of("h200x2/pd_load_32_full")
-    assert "in each of the last two intervals of 10 s of its log, it had 17 running requests and 1,416 tokens/s" in text
-    assert f"gave {first['tokens_per_s'] / full:.2f} times as many" in " ".join(text.split())
+    text, full = section(UNDER_LOAD), full_with_32_clients()
+    claim = f"The plugin gave {whole(first['tokens_per_s'])} and {whole(second['tokens_per_s'])} tokens/s on two hosts"
+    assert claim in text
+    claim = f"Full KV gave {whole(full)} on the first of them, so the plugin gave {first['tokens_per_s'] / full:.2f}"
+    assert f"{claim} times as many" in text
+    assert f"On a third host, full KV gave {whole(alone['tokens_per_s'])}" in text
+    assert {row["concurrency"] for row in (first, second, alone)} == {32}
+    assert not first["failed"] + second["failed"] + alone["failed"]
 
 
 def test_32_conversations_with_vllms_own_hisparse() -> None:
-    found = results("h200/turns_native")
-    prompt, answer, running = (
-        sum(row[name] for row in found) / len(found)
-        for name in ("prompt_tokens_per_s", "answer_tokens_per_s", "running")
-    )
-    text = section(UNDER_LOAD)
-    assert f"computed {whole(prompt)} tokens of prompts and {whole(answer)} of answers" in text
-    assert f"ran {running:.0f} requests at once" in text
+    result = json.loads((ROOT / "benchmarks" / "results" / "h200" / "turns_native.json").read_text())
+    (row,), text = result["rows"], section(UNDER_LOAD)
+    assert f"This line was measured on {result['date']}" in text
+    assert f"with {result['hardware']['num_cores']} cores of its own" in text
+    assert f"The 32 conversations with vLLM's own HiSparse took {row['seconds']:.0f} s" in text
+    assert row["prefix_hit_rate"] == 0 and "No token of a later prompt was found in its prefix cache" in text
+    (others,) = {each["prefix_hit_rate"] for each in results("h200/turns") + results("h200/turns_8")}
+    assert f"in all other lines, {others:.1%} of these tokens were found" in text
+    claim = f"At most {row['running_max']} requests ran at once, and {NUMBERS[row['preempted']]} were preempted"
+    assert claim in text
 
 
 def test_a_decode_engine_that_is_killed() -> None:
@@ -1312,7 +1393,7 @@ def test_conversations() -> None:
     later = results("h200/turns_8")
     again = [(row["system"], row["concurrency"]) for row in later]
     first = {(row["system"], row["concurrency"]): row for row in results("h200/turns")}
-    measured = later + [row for key, row in first.items() if key not in again]
+    measured = later + [row for key, row in first.items() if key not in again] + results("h200/turns_native")
     speeds = {row["system"]: row["tokens_per_s"] for row in later}
     slower = 100 * (1 - speeds["ours"] / speeds["full"])
     before = 100 * (1 - first["ours", 8]["tokens_per_s"] / first["full", 8]["tokens_per_s"])
