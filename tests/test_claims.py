@@ -278,6 +278,54 @@ def test_where_full_kv_fits_with_033() -> None:
     assert [cells[1:] for cells in table("## Where full KV fits") if len(cells) == 4] == measured
 
 
+def of_own_copies(context: int, requests: int, keys: str, launches: int) -> float:
+    """Tokens/s of the plugin to those of full KV: the mean of the rows with so many launches for a swap-in."""
+    case = {"context": context, "requests": requests}
+    wanted = {"system": "ours", "indexer_key_dtype": keys, "launches": launches}
+    speeds = [row["tokens_per_s"] for row in rows("full_depth_own_copies", **case, **wanted)]
+    return statistics.mean(speeds) / cell("full_depth_own_copies", "tokens_per_s", system="full", **case)
+
+
+def test_where_full_kv_fits_in_a_later_run() -> None:
+    wide, narrow, one, short = (
+        f"{of_own_copies(*case, 2):.2f}"
+        for case in ((32768, 16, "auto"), (32768, 16, "fp4"), (16384, 1, "auto"), (500, 400, "auto"))
+    )
+    claim = (
+        f"16 requests of 32K ran at {wide} with keys in 8 bits, and at {narrow} with keys in 4 bits and equal rows; "
+    )
+    claim += f"one request of 16K ran at {one}, and 400 requests of 500 tokens at {short}"
+    assert claim in section("## Where full KV fits")
+    assert f"Equal rows with keys in 4 bits gave {narrow} in a" in section("## Pools larger than")
+
+
+def test_a_resolve_that_copies_its_misses() -> None:
+    text = " ".join((ROOT / "docs" / "decisions" / "resolve-clusters.md").read_text().split())
+    times: dict[tuple, dict[str, float]] = {}
+    for row in rows("swap_in_own_copies"):
+        case = row["device_buffer_size"], row["batch"], row["misses_per_request"]
+        times.setdefault(case, {})[row["op"]] = row["us_p50"]
+    slower = {case: each["swap_in_one_launch"] - each["swap_in"] for case, each in times.items()}
+
+    def between(least: float, most: float, sizes: tuple[int, ...] = (4096, 16448)) -> list[float]:
+        return [value for (size, _, misses), value in slower.items() if least <= misses <= most and size in sizes]
+
+    few, some, more = between(0, 2), between(6, 7), between(16, 18, (4096,))
+    assert f"{-max(few):.1f} to {-min(few):.1f} us faster with at most 2 misses per request" in text
+    assert f"{-min(some):.1f} us faster to {max(some):.1f} us slower with 6 or 7" in text and min(between(16, 999)) > 0
+    (alone,) = (slower[case] for case in slower if case[:2] == (4096, 1) and 230 < case[2] < 231)
+    assert f"by {min(more):.1f} to {max(more):.1f} us with about 17, and by {alone:.1f} us with 230" in text
+    gains = [
+        100 * (of_own_copies(*case, 1) / of_own_copies(*case, 2) - 1)
+        for case in ((32768, 16, "auto"), (32768, 16, "fp4"), (16384, 1, "auto"))
+    ]
+    assert f"decoded {gains[0]:.1f}% more tokens/s with keys in 8 bits, and {gains[1]:.1f}% more with keys" in text
+    missed = {
+        round((1 - row["hit_rate"]) * 2048) for row in rows("full_depth_own_copies", system="ours", context=16384)
+    }
+    assert f"one request of 16K that missed 6 rows per layer decoded {-gains[2]:.1f}% fewer" in text and 6 in missed
+
+
 def test_where_the_time_of_400_short_requests_goes() -> None:
     names = "sglang", "ours", "full"
     found = [next(iter(rows("full_depth_fit", system=name, requests=400))) for name in names]

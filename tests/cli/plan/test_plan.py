@@ -347,7 +347,7 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
             for name in (
                 *("peers", "peers_drafts", "peers_fit", "fit", "admission_settled"),
                 *("equal_shares", "select_positions", "rows_by_layer", "large_pool"),
-                *("managed", "managed_default", "managed_drafts", "managed_8_bits", "drafts_native"),
+                *("managed", "managed_default", "managed_drafts", "managed_8_bits", "drafts_native", "own_copies"),
             )
         ),  # cases of other files, beside SGLang, on one GPU, after more steps, or with managed memory
     }
