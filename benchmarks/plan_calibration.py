@@ -5,8 +5,9 @@
 Reads the committed results of `benchmarks.full_depth`, `benchmarks.trained_drafts` and of dense models
 (`benchmarks.decode`). The factor of each cost of a decode step (`vllm_hisparse.cli.plan.step_time`) is fitted by
 non-negative least squares of relative errors. Factors that every system has are fitted first, to rows of full KV; then
-those of vLLM's own HiSparse and of the plugin, and those of the plugin's indexer keys in 4 bits if there are rows with
-them. Writes the factors, the predictions beside the measurements, and a picture.
+those of vLLM's own HiSparse and of the plugin, those of the plugin's indexer keys in 4 bits if there are rows with
+them, and at last those of copies from managed memory. Writes the factors, the predictions beside the measurements, and
+a picture.
 
 The plugin divided every step of 24 to 128 requests when the rows were measured; predictions divide only those that miss
 enough rows. Rows of 43 requests that are hot as a whole are therefore predicted too fast.
@@ -42,9 +43,10 @@ from vllm_hisparse.cli.plan.command import DENSE_TOP_K
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
-from vllm_hisparse.cli.plan.step_time import CALIBRATION, NARROW, STOCK_PARTS, Step
+from vllm_hisparse.cli.plan.step_time import CALIBRATION, MANAGED, NARROW, STOCK_PARTS, Step
 from vllm_hisparse.kv_manager.blocks.admission import TOLERANCE
 
+MANAGED_MEMORY = "managed memory"  # of host pools, later than all others: only copies are fitted to these rows
 FORMER_KERNEL = "keys in 4 bits, former kernel"  # a slower one, which is gone: it is predicted, not fitted
 GROUPS = {  # of result files
     "full depth": (
@@ -55,6 +57,13 @@ GROUPS = {  # of result files
         "h200/full_depth_0.33.0.json",
         "h200/full_depth_0.33.0_profile.json",
         "h200/full_depth_whole_steps.json",
+    ),
+    MANAGED_MEMORY: (
+        "h200/full_depth_managed.json",
+        "h200/full_depth_managed_default.json",
+        "h200/full_depth_managed_drafts.json",
+        "h200/full_depth_managed_8_bits.json",
+        "h200/full_depth_drafts_native.json",
     ),
     "keys in 4 bits": ("h200/full_depth_keys.json",),
     FORMER_KERNEL: ("h200/full_depth_keys_first.json", "h200/full_depth_keys_128k.json"),
@@ -77,7 +86,8 @@ SYSTEMS = {"full": System.full, "vllm_native": System.native, "ours": System.plu
 SMALL_MODEL = Path(__file__).parent / "models" / "code-dsa" / "config.json"
 DENSE_VOCABULARY = 512  # of the benchmark's Llama
 MIXED_CASE = "mixed"
-OPTIONS = {"admission": "off", "indexer_key_dtype": "auto"}  # of the plugin, where a row does not say
+# Options of the plugin, where a row does not say
+OPTIONS = {"admission": "off", "indexer_key_dtype": "auto", "rows_by_layer": "equal", "host_pool_memory": "pinned"}
 NARROW_ROUNDS = 20  # more than enough, because each leaves less than half of the error
 MOST_OFF, MOST_OFF_RUNNING = 0.15, 0.03  # errors of a row that is predicted
 # Rows that are not predicted: file -> system -> why.
@@ -135,6 +145,7 @@ class Measured:
         details += f", {row['device_buffer_size']} hot rows" if row["device_buffer_size"] != 4096 else ""
         details += ", keys in 4 bits" if self.has_narrow_keys else ""
         details += ", admission auto" if self.is_limited else ""
+        details += "" if self.has_equal_rows else f", rows by layer {self.row['rows_by_layer']}"
         return f"{Path(self.file).stem}: {row['requests']} x {row['context']} {row['selection']}{details}"
 
     @property
@@ -149,6 +160,16 @@ class Measured:
     def has_narrow_keys(self) -> bool:
         """True if the plugin had indexer keys in 4 bits."""
         return self.row["indexer_key_dtype"] == "fp4"
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """True if all layers have the same number of hot rows."""
+        return self.row["rows_by_layer"] == "equal"
+
+    @property
+    def host_is_managed(self) -> bool:
+        """True if the plugin's host pool was managed memory. In files of the group, all were that were not pinned."""
+        return self.group == MANAGED_MEMORY and self.row["host_pool_memory"] == "auto"
 
     @property
     def is_limited(self) -> bool:
@@ -207,6 +228,7 @@ class Measured:
             tensor_parallel=self.row["tensor_parallel"],
             data_parallel=self.row["data_parallel"],
             has_narrow_keys=self.has_narrow_keys,
+            host_is_managed=self.host_is_managed,
         )
 
     def measured_step(self) -> Step:
@@ -215,8 +237,9 @@ class Measured:
 
     def _hit_rate(self, running: int) -> float:
         overlap = self.row["overlap"]
-        if overlap is None:
-            return self.row["hit_rate"] or 0.83  # a trace's hit rate is given, as by a user; native reports none
+        if overlap is None or not self.has_equal_rows:
+            # Given, as by a user, with a trace or with rows by layer; native reports none.
+            return self.row["hit_rate"] or 0.83
         rows = self.memory.hot_rows(self.system, self.lengths, running)
         rates = [forced_hit_rate(overlap, self.top_k, *each) for each in zip(rows, self.lengths, strict=True)]
         return float(np.mean(rates)) * (1 - 1 / self.output if self.output else 1.0)
@@ -297,15 +320,29 @@ def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
     """Read the cases of a result file."""
     result = json.loads((folder / name).read_text())
     rows, repeats = _medians([row | _options(row) for row in result["rows"]])
-    host_bytes = int(float(_option(result["command"], "--host-pool-gib")) * 2**30)
     gpu = Gpu.from_doctor({"gpu": {"name": result["hardware"]["gpu"]}})
     read = {"dense model": _dense, "drafts of a small model": _small}.get(group, _full_depth)
     return [
         Measured(
-            group, name, SYSTEMS[row["system"]], host_bytes=host_bytes, repeats=count, gpu=gpu, **read(result, row)
+            group,
+            name,
+            SYSTEMS[row["system"]],
+            host_bytes=_host_bytes(result["command"], row),
+            repeats=count,
+            gpu=gpu,
+            **read(result, row),
         )
         for row, count in zip(rows, repeats, strict=True)
     ]
+
+
+def _host_bytes(commands: str, row: dict[str, Any]) -> int:
+    """Return the bytes of the host pool with which a row was measured: by the first command that has its case."""
+    parts = commands.split(" && ")
+    own = [
+        part for part in parts if f"--system {row['system']} " in part and f"{row['context']}x{row['requests']}" in part
+    ]
+    return int(float(_option((own or parts)[0], "--host-pool-gib")) * 2**30)
 
 
 def _options(row: dict[str, Any]) -> dict[str, str]:
@@ -422,6 +459,8 @@ def fit(rows: Iterable[Measured]) -> Factors:
     HiSparse adds are fitted to its own steps.
     """
     rows = [row for row in rows if row.file not in SLOW_HOSTS and not row.is_limited]
+    managed = [row for row in rows if row.host_is_managed]
+    rows = [row for row in rows if row.group != MANAGED_MEMORY]
     dense = [row for row in rows if not row.model.is_dsa]
     rows = [row for row in rows if row.model.is_dsa and row.output is None]
     full = [row for row in rows if row.system == System.full]
@@ -443,9 +482,25 @@ def fit(rows: Iterable[Measured]) -> Factors:
     _, factors["copies"], factors["resolve"] = min(candidates, key=lambda candidate: candidate[0])
     narrow = [row for row in rows if row.has_narrow_keys and row.group != FORMER_KERNEL]
     factors["indexer"] |= _fit_narrow_keys(narrow, factors)
+    factors["copies"] |= _fit_managed(managed, factors)
     _fit_dense(dense, factors)
     factors["host"]["step"] = _fastest_host_ms()
     return factors
+
+
+def _fit_managed(rows: list[Measured], factors: Factors) -> Factors:
+    """Fit how well copies from managed memory hide: the factors with the least largest error. Without rows, they hide
+    as well as copies from pinned memory.
+    """
+    if not rows:
+        return {f"{MANAGED}{name}": factors["copies"][name] for name in ("hidden share of a step", "least share")}
+    candidates = []
+    for hidden, least in product((0.2, 0.3, 0.4, 0.5, 0.6, 0.8), (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)):
+        copies = {f"{MANAGED}hidden share of a step": hidden, f"{MANAGED}least share": least}
+        predictions = [row.predict(factors | {"copies": factors["copies"] | copies}) for row in rows]
+        off = max(np.abs(errors(predictions, what)).max() for what in ("tokens_per_s", "itl_ms"))
+        candidates.append((off, copies))
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def _fit_narrow_keys(rows: list[Measured], factors: Factors) -> dict[str, float]:

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_calibration import read_rows
 from vllm_hisparse.attention.mla.microbatch_sizes import LEAST_REQUESTS, MANAGED_LEAST_REQUESTS
 from vllm_hisparse.cli.plan.memory import KVMemory, System
 from vllm_hisparse.cli.plan.models import ModelShape
-from vllm_hisparse.cli.plan.step_time import calibration
 
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
@@ -936,46 +934,6 @@ def test_pools_larger_than_the_gpus_free_memory() -> None:
     gb = long["device_kv_gib"] * 2**30 / long["requests"] / 1e9
     claim = f"at once in {long['device_kv_gib']} GiB of device memory for KV, which is {gb:.2f} GB for each"
     assert claim in section("## Indexer keys in 4 bits")
-
-
-def test_plans_with_managed_memory(tmp_path: Path) -> None:
-    """Predictions with the rate of pinned memory, of cases with the default options."""
-    path = ROOT / "benchmarks" / "results" / "h200" / "full_depth_managed.json"
-    default = {"host_pool_memory": "auto", "indexer_key_dtype": "auto", "rows_by_layer": "equal", "drafts": 0}
-    found = json.loads(path.read_text())
-    found["rows"] = managed_rows(**default, admission="off")
-    found["command"] = found["command"].replace("--host-pool-gib 8.0", "--host-pool-gib 96.0")  # of full KV's engine
-    (tmp_path / path.name).write_text(json.dumps(found))
-    errors = {}
-    for case in read_rows(tmp_path, "full depth", path.name):
-        prediction = case.predict(calibration()["factors"])
-        error = prediction["predicted_tokens_per_s"] / prediction["measured_tokens_per_s"] - 1
-        errors[case.row["context"], case.row["requests"]] = 100 * error
-    assert len(errors) == 5
-    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
-    small, large = -errors.pop((32768, 56)), -errors.pop((65536, 28))
-    assert f"are {small:.0f}% too low for 56 requests of 32K, {large:.0f}% too low for 28 of 64K" in text
-    assert max(map(abs, errors.values())) < 3.5
-
-
-def test_plans_with_pools_that_are_managed_by_default(tmp_path: Path) -> None:
-    found = []
-    for name in ("full_depth_managed_default", "full_depth_managed_drafts", "full_depth_managed_8_bits"):
-        path = ROOT / "benchmarks" / "results" / "h200" / f"{name}.json"
-        result = json.loads(path.read_text())
-        result["rows"] = [row for row in result["rows"] if row["system"] == "ours"]
-        size = f"--host-pool-gib {pool_gib(name)}"
-        result["command"] = result["command"].replace("--host-pool-gib 8.0", size)  # of full KV's engine
-        (tmp_path / path.name).write_text(json.dumps(result))
-        for case in read_rows(tmp_path, "full depth", path.name):
-            prediction = case.predict(calibration()["factors"])
-            found.append(100 * (1 - prediction["predicted_tokens_per_s"] / prediction["measured_tokens_per_s"]))
-    assert len(found) == 5
-    text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
-    many, few, many_drafts, few_drafts, trace = (f"{error:.0f}" for error in found)
-    assert f"rows by layer and the trace of 34K, they are {trace}% too low" in text
-    claim = f"are {many} and {few}% too low without drafts, and {many_drafts} and {few_drafts}% too low with one"
-    assert claim in text
 
 
 def memory_rates(**wanted: Any) -> list[dict[str, Any]]:

@@ -420,7 +420,7 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
     )
     console.print(_summary(plan), _step_table(plan))
     console.print(verdict(plan))
-    for note in filter(None, (fewer_requests(plan), plan.waits_for_host, plan.hosts, warning)):
+    for note in filter(None, (fewer_requests(plan), plan.host_memory_note, plan.waits_for_host, plan.hosts, warning)):
         console.print(note, markup=False)
     console.print(f"[dim]{plan.confidence} Rates of the GPU: {plan.gpu.source}.[/]")
     if reason := start_refusal(plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -17,6 +17,9 @@ from vllm_hisparse.layout import MIN_IMPORT_PARTS, least_import_buffer_bytes
 
 STOCK_MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
+# What a rank uses beside its weights before vLLM takes memory for KV. Measured on an H200 of 139.8 GiB: 85 to 87 GiB
+# were free beside 48.2 GiB of weights.
+BEFORE_KV_GIB = 6.0
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
 NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
 HOST_GPUS = 8  # of most hosts
@@ -109,6 +112,7 @@ class Plan:
         full_kv_layers: layers of a dense model in which the plugin keeps full KV.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
         import_buffer_gib: device memory of the plugin's import buffer on each GPU, in GiB.
+        pins_host_pool: True if the plugin's host pool is pinned in any case, as on the decode side of a pair.
     """
 
     model: ModelShape
@@ -129,6 +133,7 @@ class Plan:
     full_kv_layers: int = 0
     has_narrow_keys: bool = False
     import_buffer_gib: float = 0.0
+    pins_host_pool: bool = False
 
     def __post_init__(self) -> None:
         more_gpus = "raise --tensor-parallel-size" + (" or --data-parallel-size" if self.model.num_experts else "")
@@ -200,6 +205,17 @@ class Plan:
     def rank_gib(self) -> float:
         """Host memory for KV of a rank, in GiB."""
         return self.host_gib / self.data_parallel
+
+    @property
+    def host_is_managed(self) -> bool:
+        """True if the plugin keeps its host pool in managed memory: it is smaller than the memory that a GPU has free
+        before vLLM takes memory for KV, and tensor parallel ranks do not share it.
+
+        NOTE: managed memory was not measured with dense models, so they are predicted as with pinned memory.
+        """
+        free_gib = self.gpu.memory_gib - self.weights_gib - BEFORE_KV_GIB
+        may_be_managed = self.model.is_dsa and self.tensor_parallel == 1 and not self.pins_host_pool
+        return may_be_managed and self.rank_gib <= free_gib
 
     @property
     def pair_fits_host(self) -> bool:
@@ -303,7 +319,7 @@ class Plan:
         missed = 0.0 if hit_rate is None else (1 - hit_rate) * self.top_k * (1 + self.drafts)
         step = Step(
             self.model, self.gpu, system, running, fmean(lengths), self.top_k, self.drafts, missed,
-            self.tensor_parallel, self.data_parallel, self.full_kv_layers, self.has_narrow_keys,
+            self.tensor_parallel, self.data_parallel, self.full_kv_layers, self.has_narrow_keys, self.host_is_managed,
         )  # fmt: skip
         return step, hit_rate
 
@@ -414,6 +430,20 @@ class Plan:
         return found
 
     @property
+    def host_memory_note(self) -> str:
+        """Return what a pinned host pool would change; empty if the pool is pinned, or next to nothing changes."""
+        if not self.host_is_managed or System.plugin not in self.systems:
+            return ""
+        pinned = replace(self, pins_host_pool=True)
+        speeds = [plan.point(System.plugin, self.concurrency).tokens_per_s for plan in (self, pinned)]
+        if speeds[0] < WORTH_IT * speeds[1]:
+            return ""
+        return (
+            f"The host pool of {self.rank_gib:.1f} GiB is expected to be in managed memory. On the decode side of a "
+            f"pair, and with tiers, it is pinned: expect {speeds[1]:,.0f} tokens/s there."
+        )
+
+    @property
     def waits_for_host(self) -> str:
         """Return a warning if steps would wait for one of the measured hosts; empty if the GPUs are the slower part."""
         fastest, slowest = measured_hosts_ms(self.drafts)
@@ -481,6 +511,7 @@ class Plan:
             "locality": self.locality,
             "confidence": self.confidence,
             "more_tokens_per_s_with": self.fewer_requests.running if self.fewer_requests else None,
+            "host_memory": self.host_memory_note or None,
             "waits_for_host": self.waits_for_host or None,
             "hosts": self.hosts or None,
             "wanted_tokens_per_s": round(self.wanted_tokens_per_s, 1) or None,

@@ -19,6 +19,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 # Parts that a step has in every system: the kinds of kernels that `benchmarks.full_depth` profiles.
 STOCK_PARTS = ("matrix products", "experts", "attention", "indexer", "communication", "other")
 NARROW = "narrow "  # begins the names of costs of indexer keys in 4 bits
+MANAGED = "managed "  # begins the names of factors of copies from managed memory
 WAITING = "waiting for the host"  # part of a step whose other parts take less time than the host needs for it
 
 
@@ -38,6 +39,7 @@ class Step:
         tensor_parallel, data_parallel: GPUs of the rank, and ranks that share the experts.
         full_kv_layers: layers of a dense model in which the plugin reads all rows.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
+        host_is_managed: True if the plugin's host pool is in managed memory, whose copies hide better.
     """
 
     model: ModelShape
@@ -52,6 +54,7 @@ class Step:
     data_parallel: int = 1
     full_kv_layers: int = 0
     has_narrow_keys: bool = False
+    host_is_managed: bool = False
 
     @property
     def hot_layers(self) -> int:
@@ -141,7 +144,7 @@ class Step:
 
     @property
     def copy_ms(self) -> float:
-        """Milliseconds that the link needs for these bytes, hidden or not."""
+        """Milliseconds that the link needs for these bytes from pinned memory, hidden or not."""
         return self.copied_bytes / (self.gpu.scattered_gb_s * 1e6)
 
     @property
@@ -170,7 +173,9 @@ class Step:
         waited = self.copy_ms * (own + factors["share of copies ahead"] * (1 - own))
         if not self.decodes_in_microbatches:
             return waited
-        return max(factors["least share"] * waited, waited - factors["hidden share of a step"] * stock_ms)
+        memory = MANAGED if self.host_is_managed else ""
+        hidden_ms = factors[f"{memory}hidden share of a step"] * stock_ms
+        return max(factors[f"{memory}least share"] * waited, waited - hidden_ms)
 
     def parts_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
         """Return the milliseconds of each part; they add up to the step.
