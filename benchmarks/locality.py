@@ -29,7 +29,7 @@ import typer
 from benchmarks.common import RESULTS, show, write_result
 from vllm_hisparse.cli.replay import WARM_UP_STEPS, replays
 from vllm_hisparse.cli.replay_buffers import SCOPES, PrivateBuffer, first_uses, sequences
-from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Belady, Selection
+from vllm_hisparse.cli.replay_policies import LRFU, LRU, POLICIES, Belady, Selection
 from vllm_hisparse.trace import Trace
 
 app = typer.Typer(add_completion=False)
@@ -226,11 +226,11 @@ def hit_rows(trace: Trace, policies: list[str], sizes: list[float], warm_up: int
 
 
 def engine_rows(paths: list[Path], sizes: list[float], warm_up: int) -> Iterator[dict[str, Any]]:
-    """Hit rates of LRU and of the best policy there can be, of each trace and of all together."""
+    """Hit rates of LRU, of LRFU and of the best policy there can be, of each trace and of all together."""
     recorded = [Trace.read(path) for path in paths]
     mixes = [Trace.join(recorded)] if len(recorded) > 1 else []
     for trace in (*recorded, *mixes):
-        for row in hit_rows(trace, [LRU.name, Belady.name], sizes, warm_up):
+        for row in hit_rows(trace, [LRU.name, LRFU.name, Belady.name], sizes, warm_up):
             yield {"source": ENGINE, **row}
 
 

@@ -131,7 +131,7 @@ def test_the_command_writes_rows_and_a_picture(locality: ModuleType, trace: Trac
     short, long = PROMPT + STEPS, 2 * PROMPT + STEPS
     cases = {(row["shortest_context"], row["context"], row["requests"]) for row in engine}
     assert cases == {(short, short, 1), (long, long, 1), (short, long, 2)}
-    assert {row["policy"] for row in engine} == {"lru", "belady"}
+    assert {row["policy"] for row in engine} == {"lru", "lrfu", "belady"}
     rates = {(row["context"], row["requests"]): row["hit_rate"] for row in engine if is_private_lru(row)}
     apart = rates[short, 1] + rates[long, 1]
     assert rates[long, 2] == pytest.approx(apart / 2, abs=0.02)  # buffers of their own: the mean, but for the newest

@@ -113,6 +113,25 @@ def plain_fifo(hot: dict[int, dict], row: int) -> float:
     return hot[row]["filled"]
 
 
+def plain_lrfu(steps: list[Selection], num_slots: int) -> list[int]:
+    """Misses of LRFU, row by row, all cold at first. A row is evicted by the step until which it may stay, and by its
+    slot; rows that are missed take the lowest slots that become free."""
+    slots: list[tuple[int, int] | None] = [None] * num_slots  # (row, step until which it may stay)
+    found = []
+    for now, selection in enumerate(steps):
+        wanted, held = selection.rows.tolist(), {slot[0]: index for index, slot in enumerate(slots) if slot}
+        missed = [row for row in wanted if row not in held]
+        free = [index for index, slot in enumerate(slots) if slot is None or slot[0] not in wanted]
+        free.sort(key=lambda index: -1 if slots[index] is None else slots[index][1])
+        for index, row in zip(sorted(free[: len(missed)]), missed, strict=True):
+            slots[index] = row, now + 8
+        for row in set(wanted) & set(held):
+            stays = max(slots[held[row]][1], now) + 8
+            slots[held[row]] = row, min(stays, now + 48)
+        found.append(len(missed))
+    return found
+
+
 def plain_misses(
     steps: list[Selection], num_slots: int, key: Callable[[dict[int, dict], int], float], ranks: bool = False
 ) -> list[int]:
@@ -176,6 +195,7 @@ def test_policies_are_those_of_plain_models(seed: int, top_k: int, extra_slots: 
     assert cold_misses(steps, "fifo", num_slots) == plain_misses(steps, num_slots, plain_fifo)
     assert cold_misses(steps, "score", num_slots) == plain_misses(steps, num_slots, plain_lru, ranks=True)
     assert cold_misses(steps, "clock", num_slots) == plain_clock(steps, num_slots)
+    assert cold_misses(steps, "lrfu", num_slots) == plain_lrfu(steps, num_slots)
 
 
 def fewest_misses(steps: list[Selection], num_slots: int) -> int:
@@ -309,7 +329,7 @@ def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--policy", "mru"], "lru, fifo"),
+        (["--policy", "mru"], "lru, lrfu, fifo"),
         (["--warm-up", "40"], "fewer than the 40 steps"),
         (["--size", "0.5"], "--size"),
         (["--size", "inf"], "--size"),
