@@ -1508,3 +1508,28 @@ def test_the_example_of_the_table_of_tests() -> None:
     same, tokens = example.split(" of ")
     text = section("## Same tokens")
     assert f"*{example}* means: the answers have {tokens} tokens in all; {same} of them" in text
+
+
+def test_eviction_policies() -> None:
+    decision = (ROOT / "docs" / "decisions" / "lru-by-steps.md").read_text()
+    found = {
+        (row["source"], row["context"], row["requests"], row["scope"], row["policy"], row["buffer_rows"] / 256): row
+        for row in results("locality")
+        if "policy" in row and row["layer"] == "all"
+    }
+    for label, scope, policy in (
+        ("**LRU by steps**", "buffers", "lru"),
+        ("FIFO", "buffers", "fifo"),
+        ("LRFU: each use lets a row stay 8 steps longer, 48 at most", "buffers", "lrfu"),
+        ("one LRU pool for all requests and layers", "pool", "lru"),
+    ):
+        cells = [f"{found['text', 16384, 2, scope, policy, size]['hit_rate']:.1%}" for size in (2, 16)]
+        assert f"| {label} | {' | '.join(cells)} |" in decision
+    fewer = {}
+    for key, row in found.items():
+        if key[3:5] == ("buffers", "lrfu"):
+            lru = found[(*key[:3], "buffers", "lru", key[5])]["hit_rate"]
+            fewer[key] = 100 * (row["hit_rate"] - lru) / (1 - lru)
+    small = [value for key, value in fewer.items() if key[5] in (2, 4)]
+    assert min(fewer.values()) >= 0 and len(small) == 8
+    assert f"With 2 and 4 top-k, it misses {min(small):.0f} to {max(small):.0f}% fewer" in " ".join(decision.split())
