@@ -6,7 +6,7 @@ Reads the committed results of `benchmarks.full_depth`, `benchmarks.trained_draf
 (`benchmarks.decode`). The factor of each cost of a decode step (`vllm_hisparse.cli.plan.step_time`) is fitted by
 non-negative least squares of relative errors. Factors that every system has are fitted first, to rows of full KV; then
 those of vLLM's own HiSparse and of the plugin, those of the plugin's indexer keys in 4 bits if there are rows with
-them, and at last those of copies from managed memory. Writes the factors, the predictions beside the measurements, and
+them, and finally that of copies from managed memory. Writes the factors, the predictions beside the measurements, and
 a picture.
 
 The plugin divided every step of 24 to 128 requests when the rows were measured; predictions divide only those that miss
@@ -46,7 +46,8 @@ from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, MANAGED, NARROW, STOCK_PARTS, Step
 from vllm_hisparse.kv_manager.blocks.admission import TOLERANCE
 
-MANAGED_MEMORY = "managed memory"  # of host pools, later than all others: only copies are fitted to these rows
+# Files whose plugin rows have managed memory, except those marked pinned; only a factor of copies is fitted to them
+MANAGED_MEMORY = "managed memory"
 FORMER_KERNEL = "keys in 4 bits, former kernel"  # a slower one, which is gone: it is predicted, not fitted
 GROUPS = {  # of result files
     "full depth": (
@@ -168,7 +169,7 @@ class Measured:
 
     @property
     def host_is_managed(self) -> bool:
-        """True if the plugin's host pool was managed memory. In files of the group, all were that were not pinned."""
+        """True if the plugin's host pool was managed memory. In this group, every pool with `auto` was."""
         return self.group == MANAGED_MEMORY and self.row["host_pool_memory"] == "auto"
 
     @property
@@ -238,7 +239,7 @@ class Measured:
     def _hit_rate(self, running: int) -> float:
         overlap = self.row["overlap"]
         if overlap is None or not self.has_equal_rows:
-            # Given, as by a user, with a trace or with rows by layer; native reports none.
+            # The hit rate is given, as a user gives it, with a trace or with rows by layer. Native reports none.
             return self.row["hit_rate"] or 0.83
         rows = self.memory.hot_rows(self.system, self.lengths, running)
         rates = [forced_hit_rate(overlap, self.top_k, *each) for each in zip(rows, self.lengths, strict=True)]
@@ -337,7 +338,7 @@ def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
 
 
 def _host_bytes(commands: str, row: dict[str, Any]) -> int:
-    """Return the bytes of the host pool with which a row was measured: by the first command that has its case."""
+    """Return the bytes of the host pool of a row's engine, from the first command with its system and case."""
     parts = commands.split(" && ")
     own = [
         part for part in parts if f"--system {row['system']} " in part and f"{row['context']}x{row['requests']}" in part
@@ -488,15 +489,15 @@ def fit(rows: Iterable[Measured]) -> Factors:
     return factors
 
 
-def _fit_managed(rows: list[Measured], factors: Factors) -> Factors:
-    """Fit how well copies from managed memory hide: the factors with the least largest error. Without rows, they hide
-    as well as copies from pinned memory.
+def _fit_managed(rows: list[Measured], factors: Factors) -> dict[str, float]:
+    """Fit the least share of copies from managed memory that a step waits for: the one whose largest error is smallest.
+    Without rows, it is that of pinned memory.
     """
     if not rows:
-        return {f"{MANAGED}{name}": factors["copies"][name] for name in ("hidden share of a step", "least share")}
+        return {f"{MANAGED}least share": factors["copies"]["least share"]}
     candidates = []
-    for hidden, least in product((0.2, 0.3, 0.4, 0.5, 0.6, 0.8), (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)):
-        copies = {f"{MANAGED}hidden share of a step": hidden, f"{MANAGED}least share": least}
+    for least in (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5):
+        copies = {f"{MANAGED}least share": least}
         predictions = [row.predict(factors | {"copies": factors["copies"] | copies}) for row in rows]
         off = max(np.abs(errors(predictions, what)).max() for what in ("tokens_per_s", "itl_ms"))
         candidates.append((off, copies))

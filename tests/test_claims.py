@@ -312,7 +312,10 @@ def test_a_resolve_that_copies_its_misses() -> None:
     assert f"{-max(few):.1f} to {-min(few):.1f} us faster with at most 2 misses per request" in text
     assert f"{-min(some):.1f} us faster to {max(some):.1f} us slower with 6 or 7" in text and min(between(16, 999)) > 0
     (alone,) = (slower[case] for case in slower if case[:2] == (4096, 1) and 230 < case[2] < 231)
-    assert f"by {min(more):.1f} to {max(more):.1f} us with about 17, and by {alone:.1f} us with 230" in text
+    assert (
+        f"by {min(more):.1f} to {max(more):.1f} us with about 17 (4,096 hot rows), and by {alone:.1f} us with 230"
+        in text
+    )
     gains = [
         100 * (of_own_copies(*case, 1) / of_own_copies(*case, 2) - 1)
         for case in ((32768, 16, "auto"), (32768, 16, "fp4"), (16384, 1, "auto"))
@@ -749,7 +752,10 @@ def test_managed_memory_by_default() -> None:
     text = section(MANAGED)
     assert running == [55, 28] and "In the third line, the plugin ran 55 of the 56 requests" in text
     sizes = [pool_gib(name) for name in names]
-    assert f"had {sizes[0]} GiB without a draft, {sizes[1]} GiB with one, and {sizes[2]} GiB with the trace" in text
+    claim = (
+        f"had {sizes[0]} GiB in the first two lines, {sizes[1]} GiB in the next two, and {sizes[2]} GiB in the last."
+    )
+    assert claim in text
     assert "full KV was timed after 200 steps, and the plugin after 560" in text
     assert "each after 300 steps" in text and "each after 200 steps" in text
     pinned = [
@@ -823,9 +829,9 @@ def test_three_microbatches_with_a_trace() -> None:
     times = [f"{row['itl_ms_p50']:.1f}" for row in (three, four)]
     hits = [f"{100 * row['hit_rate']:.1f}" for row in (three, four)]
     text = section(LARGER_MANAGED)
-    assert f"a step of {few} requests in three took {times[0]} ms with the [pool of" in text
+    assert f"a step of {few} requests in three microbatches took {times[0]} ms with the [pool of" in text
     assert f"[pool of {pool_gib('full_depth_managed_8_bits')} GiB]" in text
-    assert f"a step of {many} in four took {times[1]} ms in this section" in text
+    assert f"A step of {many} in four took {times[1]} ms in the measurements of this section" in text
     assert f"more rows are hot ({hits[0]} instead of {hits[1]}% hits)" in text
     decision = " ".join((ROOT / "docs" / "decisions" / "microbatches.md").read_text().split())
     assert f"a step of {few} requests takes {times[0]} ms in three" in decision
@@ -1291,14 +1297,14 @@ def test_a_pair_under_load() -> None:
     assert f"{UNDER_LOAD}: {spread(ratios, 1)} times full KV's throughput" in PERFORMANCE
     assert f"gives {ratios[0]:.2f} times full KV's tokens per second. The median" in " ".join(README.split())
     few = {row["system"]: row["tokens_per_s"] for row in results("h200x2/pd_load") if row["concurrency"] == 8}
-    claim = f"With 32 clients, the plugin gives {ratios[2]:.2f} times full KV's tokens per second, and "
-    claim += f"{later['ours'] / later['vllm_native']:.2f} times those of vLLM's own HiSparse; the median time to the "
-    waits = {row["system"]: f"{row['ttft_ms_p50'] / 1e3:.1f}" for row in results("h200x2/pd_load_32_systems")}
-    claim += (
-        f"first token is {waits['ours']} s instead of {waits['full']} and {waits['vllm_native']} s. With 8 clients,"
+    claim = (
+        f"With 32 clients, on another host, the plugin gives {ratios[2]:.2f} times full KV's tokens per second, and "
     )
-    claim += f" which full KV can hold, the plugin gives {few['ours'] / few['full']:.2f} times full KV's."
-    assert claim in " ".join(README.split())
+    claim += f"{later['ours'] / later['vllm_native']:.2f} times those of vLLM's own HiSparse. The median time to the "
+    waits = {row["system"]: f"{row['ttft_ms_p50'] / 1e3:.1f} s" for row in results("h200x2/pd_load_32_systems")}
+    claim += f"first token is {waits['ours']}; with full KV it is {waits['full']}, and with vLLM's own HiSparse "
+    claim += f"{waits['vllm_native']}. With 8 clients, which full KV can hold, the plugin gives "
+    assert f"{claim}{few['ours'] / few['full']:.2f} times full KV's tokens per second." in " ".join(README.split())
     assert f"has room for about {full['running_max']} of 16 requests" in section(UNDER_LOAD)
 
 
@@ -1327,7 +1333,9 @@ def test_earlier_runs_with_32_clients() -> None:
     text, full = section(UNDER_LOAD), full_with_32_clients()
     claim = f"The plugin gave {whole(first['tokens_per_s'])} and {whole(second['tokens_per_s'])} tokens/s on two hosts"
     assert claim in text
-    claim = f"Full KV gave {whole(full)} on the first of them, so the plugin gave {first['tokens_per_s'] / full:.2f}"
+    claim = (
+        f"Full KV gave {whole(full)} tokens/s on the first host, so the plugin gave {first['tokens_per_s'] / full:.2f}"
+    )
     assert f"{claim} times as many" in text
     assert f"On a third host, full KV gave {whole(alone['tokens_per_s'])}" in text
     assert {row["concurrency"] for row in (first, second, alone)} == {32}

@@ -396,7 +396,7 @@ def test_copies_from_managed_memory_hide_better() -> None:
         for is_managed in (False, True)
     )
     parts = pinned.parts_ms(), managed.parts_ms()
-    assert parts[0].pop("copies") > parts[1].pop("copies") + 2 and parts[0] == parts[1]
+    assert parts[0].pop("copies") > parts[1].pop("copies") + 0.5 and parts[0] == parts[1]
     small = [
         Step(shape, GPUS["H200"], System.plugin, 16, 32_768, 2048, 0, 230, host_is_managed=is_managed)
         for is_managed in (False, True)
@@ -405,8 +405,8 @@ def test_copies_from_managed_memory_hide_better() -> None:
 
 
 def test_managed_memory_is_expected_where_an_engine_takes_it() -> None:
-    """The pool of a rank has to be smaller than what its GPU has free, and its own."""
-    words = ("DeepSeek-V3.2", "--kv-cache-dtype", "fp8", "--context", "32768", "--hit-rate", "0.89")
+    """The pool of a rank has to be its own, and smaller than the free memory of its GPU."""
+    words = ("DeepSeek-V3.2", "--kv-cache-dtype", "fp8", "--context", "32768", "--hit-rate", "0.8")
     ranks = ("--data-parallel-size", "8")
     weights = planned(*words, *ranks)["weights_gib_per_gpu"]
     free = 8 * (GPUS["H200"].memory_gib - weights - 6)

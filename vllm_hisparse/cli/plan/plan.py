@@ -17,8 +17,8 @@ from vllm_hisparse.layout import MIN_IMPORT_PARTS, least_import_buffer_bytes
 
 STOCK_MEMORY_UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
-# What a rank uses beside its weights before vLLM takes memory for KV. Measured on an H200 of 139.8 GiB: 85 to 87 GiB
-# were free beside 48.2 GiB of weights.
+# Memory that a rank uses in addition to its weights before vLLM takes memory for KV. On an H200 of 139.8 GiB with 48.2
+# GiB of weights, 85 to 87 GiB were free.
 BEFORE_KV_GIB = 6.0
 MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
 NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
@@ -208,8 +208,8 @@ class Plan:
 
     @property
     def host_is_managed(self) -> bool:
-        """True if the plugin keeps its host pool in managed memory: it is smaller than the memory that a GPU has free
-        before vLLM takes memory for KV, and tensor parallel ranks do not share it.
+        """True if the plugin keeps its host pool in managed memory: the pool of a rank is not larger than the memory
+        that its GPU has free before vLLM takes memory for KV, and tensor parallel ranks do not share the pool.
 
         NOTE: managed memory was not measured with dense models, so they are predicted as with pinned memory.
         """
@@ -431,7 +431,9 @@ class Plan:
 
     @property
     def host_memory_note(self) -> str:
-        """Return what a pinned host pool would change; empty if the pool is pinned, or next to nothing changes."""
+        """Return what a pinned host pool would change; empty if the pool is pinned anyway, or if the tokens per second
+        change by less than 2%.
+        """
         if not self.host_is_managed or System.plugin not in self.systems:
             return ""
         pinned = replace(self, pins_host_pool=True)
@@ -439,8 +441,9 @@ class Plan:
         if speeds[0] < WORTH_IT * speeds[1]:
             return ""
         return (
-            f"The host pool of {self.rank_gib:.1f} GiB is expected to be in managed memory. On the decode side of a "
-            f"pair, and with tiers, it is pinned: expect {speeds[1]:,.0f} tokens/s there."
+            f"{'Each host pool' if self.data_parallel > 1 else 'The host pool'} of {self.rank_gib:.1f} GiB is expected "
+            "to be in managed memory. On the decode side of a pair, and with tiers, host pools are pinned: expect "
+            f"{speeds[1]:,.0f} tokens/s there."
         )
 
     @property

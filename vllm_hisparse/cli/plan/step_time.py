@@ -39,7 +39,7 @@ class Step:
         tensor_parallel, data_parallel: GPUs of the rank, and ranks that share the experts.
         full_kv_layers: layers of a dense model in which the plugin reads all rows.
         has_narrow_keys: True if the plugin keeps the indexer keys of a DSA model in 4 bits.
-        host_is_managed: True if the plugin's host pool is in managed memory, whose copies hide better.
+        host_is_managed: True if the plugin's host pool is in managed memory, from which rows arrive sooner.
     """
 
     model: ModelShape
@@ -173,9 +173,8 @@ class Step:
         waited = self.copy_ms * (own + factors["share of copies ahead"] * (1 - own))
         if not self.decodes_in_microbatches:
             return waited
-        memory = MANAGED if self.host_is_managed else ""
-        hidden_ms = factors[f"{memory}hidden share of a step"] * stock_ms
-        return max(factors[f"{memory}least share"] * waited, waited - hidden_ms)
+        least = factors[f"{MANAGED}least share" if self.host_is_managed else "least share"]
+        return max(least * waited, waited - factors["hidden share of a step"] * stock_ms)
 
     def parts_ms(self, factors: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
         """Return the milliseconds of each part; they add up to the step.
