@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.config.utils import is_init_field
 from vllm.model_executor.models.registry import _MULTIMODAL_MODELS, _TEXT_GENERATION_MODELS
 
@@ -48,6 +49,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             is_hybrid=False,
             is_attention_free=False,
             enable_sleep_mode=False,
+            enable_cumem_allocator=False,
             get_sliding_window=lambda: None,
             multimodal_config=None,
             hf_text_config=SimpleNamespace(index_topk=256, num_hidden_layers=4),
@@ -56,6 +58,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             distributed_executor_backend=None,
             use_ubatching=False,
             num_ubatches=1,
+            enable_fault_tolerance=False,
             **dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1),
         ),
         use_v2_model_runner=True,
@@ -68,6 +71,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             prefix_caching_hash_algo="sha256",
         ),
         attention_config=SimpleNamespace(indexer_kv_dtype="auto", hisparse_config=None),
+        aux_output_config=AuxOutputConfig(),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -562,6 +566,14 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
             "no microbatches",
         ),
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode", "True", "False: device memory"),
+        ({"model_config__enable_cumem_allocator": True}, "--enable-cumem-allocator", "True", "False: with it, /sleep"),
+        ({"parallel_config__enable_fault_tolerance": True}, "--enable-fault-tolerance", "True", "a step that failed"),
+        (
+            {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
+            "--enable-return-routed-experts",
+            "True",
+            "no experts of the tokens",
+        ),
         ({"cache_config__prefix_match_unit": 16}, "--prefix-match-unit", "16", "none: prefixes are matched"),
         (
             {"attention_config__indexer_kv_dtype": "mxfp4"},
@@ -585,6 +597,11 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
 )
 def test_refuses_what_hot_buffers_do_not_support(changes: dict[str, Any], option: str, got: str, expected: str) -> None:
     check_parts(refusal(**changes), option, got, expected, "Remove")
+
+
+def test_refuses_to_be_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    check_parts(refusal(), "VLLM_BATCH_INVARIANT", "True", "False: kernels over hot buffers", "Remove VLLM_BATCH")
 
 
 def test_refuses_one_kv_cache_group() -> None:

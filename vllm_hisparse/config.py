@@ -971,6 +971,37 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "False: device memory that hot buffers, CUDA graphs and other instances know stays where it is",
             "Remove it.",
         )
+    if vllm_config.model_config.enable_cumem_allocator:
+        raise HiSparseConfigError(
+            "--enable-cumem-allocator",
+            True,
+            "False: with it, /sleep and /release_kv_cache_memory free memory that hot buffers use, even without "
+            "--enable-sleep-mode",
+            "Remove it, and expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF.",
+        )
+    if parallel.enable_fault_tolerance:
+        raise HiSparseConfigError(
+            "--enable-fault-tolerance",
+            True,
+            "False: each step tells the workers only the changes of block tables, so an engine cannot go on after a "
+            "step that failed",
+            "Remove it, and let what supervises the engine restart it.",
+        )
+    if vllm_config.aux_output_config.enabled:
+        raise HiSparseConfigError(
+            "--enable-return-routed-experts",
+            True,
+            "False: the host pool and prefill instances keep no experts of the tokens whose KV they have",
+            f"Remove it, or remove {CONNECTOR_NAME}.",
+        )
+    if _is_batch_invariant():
+        raise HiSparseConfigError(
+            "VLLM_BATCH_INVARIANT",
+            True,
+            "False: kernels over hot buffers divide their work by the size of the batch, and a dense model's tokens "
+            "attend to others if a step has few of them",
+            f"Remove VLLM_BATCH_INVARIANT=1, or remove {CONNECTOR_NAME}.",
+        )
     if vllm_config.attention_config.hisparse_config is not None:
         raise HiSparseConfigError(
             "--attention-config hisparse_config",
@@ -992,3 +1023,10 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "False",
             "Remove it: hot rows and device-resident KV are two KV cache groups.",
         )
+
+
+def _is_batch_invariant() -> bool:
+    """Return True if the environment asks for results that do not depend on the other requests of a step."""
+    from vllm import envs
+
+    return envs.VLLM_BATCH_INVARIANT
