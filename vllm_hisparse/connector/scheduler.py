@@ -97,12 +97,15 @@ class HiSparseSchedulerConnector:
         self.request_log = RequestLog() if config.log_request_stats else None
 
     def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
-        """Take the workers' reports, by rank; called once before the first step, unless there are no reports."""
+        """Take the workers' reports, by rank; called before the first step, unless there are no reports.
+
+        NOTE: vLLM 0.33 calls it again when it wakes up, with the same host pools.
+        """
         self.connect_host_pools([metadata[rank].host_pool for rank in sorted(metadata)])
 
     def connect_host_pools(self, files: list[HostPoolFile]) -> None:
-        """Make the tiers over the memory of the workers' host pools; no tier if there is none to make or no memory."""
-        if files and self._make_tiers:
+        """Make the tiers over the memory of the workers' host pools, unless they are made, or there is no memory."""
+        if files and self._make_tiers and self.tiers is None:
             self.tiers = self._make_tiers(self.host_pool, files)
 
     def on_new_request(self, request: Request) -> None:

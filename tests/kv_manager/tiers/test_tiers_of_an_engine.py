@@ -74,6 +74,13 @@ def test_a_prefix_comes_back(engine: TieredEngine) -> None:
     engine.check_idle()
 
 
+def test_tiers_outlast_a_wake_up(engine: TieredEngine) -> None:
+    """vLLM 0.33 reports the host pools again after a wake-up."""
+    tiers = engine.half.tiers
+    engine.product.connect_host_pools()
+    assert engine.half.tiers is tiers
+
+
 def test_what_the_host_pool_has_is_not_loaded(engine: TieredEngine) -> None:
     engine.answer("first", PROMPT)
     engine.settle()
