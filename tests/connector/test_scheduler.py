@@ -8,7 +8,7 @@ from campaign.script import MAX_MODEL_LEN, ScriptedEngine
 from campaign.texts import STOP_TOKEN, Text
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_hisparse.connector import request_log
+from vllm_hisparse.connector import request_log, scheduler
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks import step_form
@@ -51,6 +51,21 @@ def test_refused_transfers_are_counted() -> None:
     for index, changes in enumerate(({"remote_port": "none"}, {}, {"remote_num_tokens": -1})):
         engine.ask_remote(f"cmpl-{index}-0-00000000", PROMPT, **changes)
     assert counters(engine)["transfers_refused"] == 2
+
+
+def test_a_single_instance_says_that_it_transfers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own NIXL connector transfers KV with the same role."""
+    warnings: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "warning", lambda text, *args: warnings.append(text % args))
+    engine = ScriptedEngine()
+    for index, changes in enumerate(({}, {"do_remote_prefill": False, "do_remote_decode": True})):
+        assert not warnings[index:]
+        engine.ask_remote(f"cmpl-{index}-0-00000000", PROMPT, max_tokens=2, **changes)
+    for index, params in enumerate((None, {}, {"do_remote_prefill": False})):
+        engine.ask(f"other-{index}", PROMPT, max_tokens=2, extra_args={"kv_transfer_params": params})
+    engine.run_to_end()
+    assert counters(engine)["transfers_refused"] == 2
+    assert len(warnings) == 1 and "cmpl-0-0-00000000" in warnings[0] and "kv_role to kv_consumer" in warnings[0]
 
 
 # Microbatches

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -15,6 +16,7 @@ from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata, HiSparse
 from vllm_hisparse.connector.metrics import HiSparseStats
 from vllm_hisparse.connector.nixl_scheduler import NixlSchedulerTransport
 from vllm_hisparse.connector.request_log import RequestLog
+from vllm_hisparse.connector.transfer_params import asks_for_transfer
 from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+
+logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 CALLS_PER_REPORT = 16  # vLLM asks for statistics in every step, and each report costs host time
 
@@ -95,6 +99,7 @@ class HiSparseSchedulerConnector:
         self._make_tiers, self._calls_to_report = make_tiers, 0
         self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request did not compute
         self.request_log = RequestLog() if config.log_request_stats else None
+        self._has_warned_of_transfers = False
 
     def connect_workers(self, metadata: Mapping[tuple[int, int], HiSparseHandshakeMetadata]) -> None:
         """Take the workers' reports, by rank; called before the first step, unless there are no reports.
@@ -110,7 +115,8 @@ class HiSparseSchedulerConnector:
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.add(request)
-        if self.transport and not self.transport.accept(request):
+        accepts = self.transport.accept if self.transport else self._accept_alone
+        if not accepts(request):
             self.counts.add(transfers_refused=1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -288,6 +294,24 @@ class HiSparseSchedulerConnector:
         if self.counts.transfers:
             left["transfers"] = self.counts.transfers
         return left
+
+    def _accept_alone(self, request: Request) -> bool:
+        """Return False for a request that asks a single instance for a transfer; warn of the first one.
+
+        NOTE: vLLM's own NIXL connector transfers KV with `kv_role` kv_both, too, so a pair may be set up like that.
+        """
+        if request.abort_immediately or not asks_for_transfer(request.kv_transfer_params):
+            return True
+        if not self._has_warned_of_transfers:
+            self._has_warned_of_transfers = True
+            logger.warning(
+                "Request %s asks for a transfer in its kv_transfer_params, but kv_role is kv_both: nothing is "
+                "transferred. Its prompt is computed here, and so will be others like it, without a warning: see "
+                "vllm:hisparse_transfers_refused. Set kv_role to kv_consumer on a decode instance, and start prefill "
+                "instances with NixlConnector.",
+                request.request_id,
+            )
+        return False
 
     def _log_started(self, metadata: HiSparseMetadata, num_scheduled: Mapping[str, int]) -> None:
         """Tell the log which requests the workers start in this step, for the first time or again."""

@@ -99,6 +99,11 @@ class TransferParams(BaseModel):
             raise TransferRefused("remote_block_ids", got, f"{num_blocks} of {block_size} tokens each")
 
 
+def asks_for_transfer(params: object) -> bool:
+    """Return True if a request's parameters ask that its KV be read from another instance, or be kept for one."""
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill") or params.get("do_remote_decode"))
+
+
 def _refusal(error: ValidationError) -> TransferRefused:
     detail = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in detail["loc"])
