@@ -68,6 +68,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             release_failed_loads()
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
+            warn_of_kv_events(vllm_config)
             # NOTE: the scheduler half needs vLLM's KV cache manager, which vLLM makes after this object.
             self._make_scheduler = partial(
                 HiSparseSchedulerConnector,
@@ -284,4 +285,15 @@ def _log_summary(
             "--max-model-len.",
             config.rows,
             max_model_len,
+        )
+
+
+def warn_of_kv_events(vllm_config: VllmConfig) -> None:
+    """Log a warning if a router may follow the engine's KV cache events, because most prefixes are in none of them."""
+    events = vllm_config.kv_events_config
+    if events is not None and events.enable_kv_cache_events:
+        logger.warning(
+            "HiSparse: KV cache events tell only of blocks in device memory, and of none if no layer keeps its KV "
+            "there. Prefixes in the host pool and in tiers are in no event. A router that follows events does not find "
+            "them: let it route by prefix or by session instead."
         )
