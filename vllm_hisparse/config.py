@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from vllm_hisparse.algorithms.base import AlgorithmOptions, AttentionShape, Selector, SparseAlgorithm
 
 CONNECTOR_NAME = "HiSparseHostConnector"
-# Options that decide what layers write themselves, or how much memory they need at start-up.
-GRAPH_OPTIONS = ("algorithm", "full_kv_layers", "algorithm_options", "indexer_key_dtype")
+# Options that decide what layers write themselves, or how much device memory vLLM leaves to them beside its KV cache.
+GRAPH_OPTIONS = (
+    *("algorithm", "full_kv_layers", "algorithm_options", "indexer_key_dtype"),
+    *("import_buffer_gib", "rows_by_layer"),
+)
 KV_CACHE_DTYPES = {"cpu": ("auto", "bfloat16", "float16"), "cuda": ("auto", "bfloat16")}  # by device
 # In addition to these: of DSA models, and of dense models.
 DSA_KV_CACHE_DTYPES = {"cpu": (), "cuda": ("fp8", "fp8_ds_mla")}

@@ -39,7 +39,13 @@ def test_options_that_change_the_graph_change_the_entry() -> None:
     assert len(set(hashes)) == len(hashes)
 
 
-def test_sizes_of_memory_do_not_change_the_entry() -> None:
+def test_options_that_change_the_memory_beside_the_kv_cache_change_the_entry() -> None:
+    """With VLLM_ENABLE_STARTUP_PLAN, vLLM takes the size of the KV cache from an engine with the same hash."""
+    hashes = [engine_hash(HOT), engine_hash(HOT, import_buffer_gib=1.0), engine_hash(HOT, rows_by_layer=[1.0, 2.0])]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_sizes_of_host_memory_do_not_change_the_entry() -> None:
     assert engine_hash(HOT, host_pool_gib=1.0) == engine_hash(HOT, host_pool_gib=2.0)
 
 
