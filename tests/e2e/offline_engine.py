@@ -181,6 +181,8 @@ def run_phase(llm: Any, phase: dict[str, Any]) -> list[dict[str, Any]]:
         prompts = list(map(with_images, phase["prompts"], phase["images"]))
     else:
         prompts = [{"prompt_token_ids": prompt} for prompt in phase["prompts"]]
+    if "weights" in phase:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": phase["weights"]})
     if phase.get("forgets"):
         reset_connector = phase["forgets"] != "device"
         assert llm.reset_prefix_cache(reset_connector=reset_connector), "the caches could not be emptied"
