@@ -59,6 +59,7 @@ def engine(extra_config: dict[str, Any] | None = None, **changes: Any) -> Simple
             use_ubatching=False,
             num_ubatches=1,
             enable_fault_tolerance=False,
+            enable_elastic_ep=False,
             **dict.fromkeys((*PARALLELISM, *REFUSED_PARALLELISM), 1),
         ),
         use_v2_model_runner=True,
@@ -568,6 +569,7 @@ def test_accepts_unquantised_kv(dtype: str) -> None:
         ({"model_config__enable_sleep_mode": True}, "--enable-sleep-mode", "True", "False: device memory"),
         ({"model_config__enable_cumem_allocator": True}, "--enable-cumem-allocator", "True", "False: with it, /sleep"),
         ({"parallel_config__enable_fault_tolerance": True}, "--enable-fault-tolerance", "True", "a step that failed"),
+        ({"parallel_config__enable_elastic_ep": True}, "--enable-elastic-ep", "True", "nobody has tried to add"),
         (
             {"aux_output_config": AuxOutputConfig(enable_return_routed_experts=True)},
             "--enable-return-routed-experts",

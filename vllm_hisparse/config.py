@@ -990,6 +990,13 @@ def _check_engine(vllm_config: VllmConfig) -> None:
             "step that failed",
             "Remove it, and let what supervises the engine restart it.",
         )
+    if parallel.enable_elastic_ep:
+        raise HiSparseConfigError(
+            "--enable-elastic-ep",
+            True,
+            "False: nobody has tried to add or remove ranks of a running engine with hot buffers",
+            "Remove it, and start the engine with all of its ranks.",
+        )
     if vllm_config.aux_output_config.enabled:
         raise HiSparseConfigError(
             "--enable-return-routed-experts",
@@ -1001,8 +1008,8 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         raise HiSparseConfigError(
             "VLLM_BATCH_INVARIANT",
             True,
-            "False: kernels over hot buffers divide their work by the size of the batch, and a dense model's tokens "
-            "attend to others if a step has few of them",
+            "False: kernels over hot buffers divide their work by the size of the batch, and a dense model's request "
+            "attends to all tokens instead of the selected ones in a step with many new tokens",
             f"Remove VLLM_BATCH_INVARIANT=1, or remove {CONNECTOR_NAME}.",
         )
     if vllm_config.attention_config.hisparse_config is not None:
