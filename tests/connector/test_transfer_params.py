@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from vllm_hisparse.connector.transfer_params import MAX_BLOCK_ID, TransferParams, TransferRefused
 
@@ -107,6 +108,13 @@ def test_refusals_name_the_parameter(name: str, value: Any) -> None:
         TransferParams.parse(changed(**{name: value}))
     assert refusal.value.name.split(".")[0] == name
     assert len(str(refusal.value)) < 300
+
+
+def test_the_first_wrong_block_id_ends_the_check() -> None:
+    """A client may send a million, and an error for each of them would hold the scheduler for seconds."""
+    with pytest.raises(ValidationError) as error:
+        TransferParams.model_validate(changed(remote_block_ids=[["x"] * 1000]))
+    assert error.value.error_count() == 1
 
 
 @pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_prefill"], 7, True, b"x"])

@@ -6,7 +6,7 @@ import re
 import reprlib
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 MAX_BLOCK_ID = 2**24  # NOTE: vLLM's worker computes with ids of kernel blocks, several per block, in int32.
 MAX_TOKENS = 2**31 - 1
@@ -42,11 +42,14 @@ class TransferParams(BaseModel):
     remote_port: int = Field(ge=1, le=65535)
     """Port of the prefill instance's handshake listener."""
     remote_block_ids: Annotated[
-        list[Annotated[list[BlockId], Field(min_length=1)]],
+        list[Annotated[list[BlockId], Field(min_length=1), FailFast()]],
         Field(min_length=1, max_length=1),
         BeforeValidator(_as_list),
     ]
-    """Ids of the prompt's blocks, in the only KV cache group of a prefill instance."""
+    """Ids of the prompt's blocks, in the only KV cache group of a prefill instance.
+
+    NOTE: without `FailFast`, an error for each of a million wrong ids would hold the scheduler for seconds.
+    """
     remote_num_tokens: int = Field(ge=1, le=MAX_TOKENS)
     """Number of tokens whose KV these blocks hold."""
     tp_size: int = Field(ge=1)
