@@ -18,8 +18,8 @@ import pytest
 from test_prefix_loads import answer_at_once
 from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
 from vllm.config.multimodal import MultiModalConfig
-from vllm.v1.kv_offload.base import LookupResult
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -28,6 +28,7 @@ from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.request_tracker import MAX_STEPS_OF_REFUSAL
 from vllm_hisparse.kv_manager.tiers import make_tiers, prefix_loads
+from vllm_hisparse.kv_manager.tiers.block_stores import key_of
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
 from vllm_hisparse.layout import KVLayout
@@ -167,6 +168,31 @@ def test_a_tier_that_raises_is_not_used_again(tmp_path: Path, monkeypatch: pytes
         engine.fill(7)
         assert engine.tiers.manager.secondary_tiers[0].has_failed
         engine.host_pool.check_integrity()
+
+
+@pytest.mark.parametrize("method", ["serve_external_requests", "get_finished_jobs"])
+def test_what_a_tier_sends_to_a_peer_ends_when_the_tier_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The tier makes a job of its own for a peer's request, which vLLM's tiering would wait for."""
+    context = ReqContext("peer")
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("the tier is broken")
+
+    def serve(tier: FileSystemTierManager, parent: ParentManager) -> None:
+        parent.on_new_request(context)
+        parent.create_store_job([key_of(request.block_hashes[0])], context)
+        monkeypatch.setattr(FileSystemTierManager, "serve_external_requests", lambda *args: None)
+        monkeypatch.setattr(FileSystemTierManager, method, fail)
+
+    with TieredEngine([fs(tmp_path)]) as engine:
+        request, _ = engine.answer("first", PROMPT)
+        engine.settle()
+        monkeypatch.setattr(FileSystemTierManager, "serve_external_requests", serve)
+        engine.turns(3)
+        assert engine.tiers.manager.secondary_tiers[0].has_failed
+        engine.check_idle()
 
 
 def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,11 +21,40 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 T = TypeVar("T")
 
 
+class _WatchedParent(ParentManager):
+    """vLLM's tiering as a tier sees it. Notes the jobs and requests that the tier begins for others.
+
+    Args:
+        parent: vLLM's tiering.
+        jobs: ids of the tier's jobs, which are added to.
+        requests: request id -> context of the requests that the tier has begun and not yet ended.
+    """
+
+    def __init__(self, parent: ParentManager, jobs: set[int], requests: dict[str, ReqContext]):
+        self._parent, self._jobs, self._requests = parent, jobs, requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._requests[req_context.req_id] = req_context
+        return self._parent.on_new_request(req_context)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self._parent.lookup(key, req_context)
+
+    def create_store_job(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TransferJob:
+        job = self._parent.create_store_job(keys, req_context)
+        self._jobs.add(job.job_id)
+        return job
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._requests.pop(req_context.req_id, None)
+        self._parent.on_request_finished(req_context)
+
+
 class GuardedTier(SecondaryTierManager):
     """Wraps a tier. After the tier has raised, it is not used again: no block is found or stored there.
 
-    The jobs of such a tier fail. NOTE: it may still write to their chunks of the transfer buffer; a block's digest
-    shows that.
+    The jobs of such a tier fail, and the requests that it has begun for other instances end. NOTE: it may still write
+    to the jobs' chunks of the transfer buffer; a block's digest shows that.
 
     A store job names all blocks that some tier lacks; this tier gets only those that it lacks itself, as far as is
     known.
@@ -45,6 +74,7 @@ class GuardedTier(SecondaryTierManager):
         self.cache_hit_source = tier.cache_hit_source
         self._own_results: list[JobResult] = []  # of jobs that the tier did not get, or that it failed in
         self._jobs: set[int] = set()
+        self._requests: dict[str, ReqContext] = {}  # of other instances
         self._has: set[OffloadKey] = set()  # blocks that the tier has, or is storing; forgotten with the host block
         self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that the tier is storing
 
@@ -111,7 +141,10 @@ class GuardedTier(SecondaryTierManager):
         self._guard(None, self.tier.on_request_finished, req_context)
 
     def serve_external_requests(self, parent: ParentManager) -> None:
-        self._guard(None, self.tier.serve_external_requests, parent)
+        watched = _WatchedParent(parent, self._jobs, self._requests)
+        self._guard(None, self.tier.serve_external_requests, watched)
+        for context in list(self._requests.values()) if self.has_failed else ():
+            watched.on_request_finished(context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._guard(None, self.tier.on_schedule_end, context)
