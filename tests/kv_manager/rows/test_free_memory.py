@@ -128,6 +128,15 @@ def test_unreadable_files_leave_the_host(tmp_path: Path, version: int) -> None:
     assert free_memory(proc).num_bytes == HOST
 
 
+def test_a_mount_without_a_source_is_none_of_a_cgroup(tmp_path: Path) -> None:
+    """The kernel writes nothing for it, as after `mount -t tmpfs "" /mnt`."""
+    make_cgroup(tmp_path, 2, "pod", 1000, 300)
+    proc = make_proc(tmp_path, 2, "/pod")
+    with (proc / "self" / "mountinfo").open("a") as file:
+        file.write("63 43 0:39 / /mnt rw,relatime - tmpfs  rw\n")
+    assert free_memory(proc).num_bytes == 700 * MIB
+
+
 def test_this_machine_can_be_read() -> None:
     assert 0 < free_memory().num_bytes <= HOST
 

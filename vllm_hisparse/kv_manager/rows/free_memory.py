@@ -63,7 +63,7 @@ def _cgroup_mounts(proc: Path) -> Iterator[tuple[int, tuple[str, Path]]]:
         for line in (proc / "self/mountinfo").read_text().splitlines():
             mount, _, filesystem = line.partition(" - ")
             root, mount_point = mount.split()[3:5]
-            kind, _, options = filesystem.split()[:3]
+            kind, _, options = filesystem.split(" ")[:3]  # NOTE: the one between them may be empty
             if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
                 yield 2 if kind == "cgroup2" else 1, (root, Path(mount_point))
 
