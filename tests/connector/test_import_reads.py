@@ -524,6 +524,29 @@ def test_what_a_forgotten_instance_said_of_its_memory_is_not_used(
     side.assert_holds(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
 
 
+@pytest.mark.parametrize("num_resident", [1, 0])
+@pytest.mark.parametrize("has_expired", [False, True])
+def test_a_request_fails_if_its_instance_is_forgotten_while_vllm_reads_from_it(
+    monkeypatch: pytest.MonkeyPatch, num_resident: int, has_expired: bool
+) -> None:
+    """Without an import buffer. vLLM would ask for an instance that it does not know, which ends the engine."""
+    side = Side(num_resident=num_resident)
+    known = {"prefill": side.transfer_topo.get_engine_info("prefill")}
+    monkeypatch.setattr(side.transfer_topo, "get_engine_info", known.__getitem__)
+    monkeypatch.setattr(side.transfer_topo, "unregister_remote_engine", known.pop)
+    monkeypatch.setattr(side, "may_pull", lambda *_: not has_expired)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    reading = side.nixl_wrapper.open
+    assert len(reading) == (not has_expired)
+    side.forget()
+    for handle in reading:
+        assert not side.get_transfer_results().finished_recving, "NIXL may still write"
+        side.nixl_wrapper.finish(handle)
+    results = side.get_transfer_results()
+    assert results.failed_recving == results.finished_recving == {REQUEST}
+    assert not side._recving_metadata and not side._recving_transfers
+
+
 @pytest.mark.parametrize("local", [(), [], ([], [])])
 @pytest.mark.parametrize("num_resident", [1, 0])
 def test_a_prompt_that_needs_nothing_is_freed_at_once(

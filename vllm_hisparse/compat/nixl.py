@@ -42,6 +42,7 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._engine_clock_offset",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._handshake_lock",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_transfers",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recving_metadata",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._recv_failures",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pending_recv_notifs",
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._pop_done_transfers",
@@ -229,13 +230,16 @@ class PullHooks:
         """Forget a prefill instance.
 
         NOTE: vLLM >= 0.33 also forgets one that has registered its memory again, while requests read from it. Then the
-        addresses of reads that are not started yet, and vLLM's handles for them, are void.
+        addresses of reads that are not started yet, and vLLM's handles for them, are void. These requests fail. If they
+        did not, vLLM would look up the forgotten instance when their reads end, which would end the engine.
         """
         super()._cleanup_remote_engine(engine_id, *args, **kwargs)
         for source in [each for each in list(self._remote_memory) if each.engine_id == engine_id]:
             del self._remote_memory[source]
         if self._imports is not None:
-            for request_id in self._imports.abandon(engine_id):
+            self._imports.abandon(engine_id)
+        for request_id in self._recving_transfers.keys() - self._recv_failures:
+            if self._recving_metadata[request_id].remote.engine_id == engine_id:
                 self._handle_failed_transfer(request_id, None, self._recv_failures)
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:

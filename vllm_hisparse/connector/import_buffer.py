@@ -222,13 +222,11 @@ class ImportBuffer:
             if each.then is not None and not each.has_failed:
                 each.then()
 
-    def abandon(self, engine_id: str) -> set[str]:
-        """Forget a prefill instance: start no more reads from it. Returns the requests that fail because of this."""
+    def abandon(self, engine_id: str) -> None:
+        """Forget a prefill instance: start no more reads from it, as if a read of each of its prompts had failed."""
         self._engine_ids.discard(engine_id)
-        abandoned = [each for each in self._imports if each.source.engine_id == engine_id and not each.has_failed]
-        for each in abandoned:
-            each.has_failed = True
-        return {each.request_id for each in abandoned}
+        for each in self._imports:
+            each.has_failed |= each.source.engine_id == engine_id
 
     def take_counts(self) -> ImportCounts | None:
         """Return what has happened since the last call; None if nothing has changed."""
