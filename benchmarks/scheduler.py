@@ -49,6 +49,8 @@ class FakeRequest:
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = True
     resumable: bool = False
+    abort_immediately: bool = False
+    kv_transfer_params: dict | None = None
 
 
 class FakeIndexerManager:
