@@ -10,7 +10,7 @@ import numpy as np
 from vllm_hisparse.ops.limits import MAX_AGE
 
 NEVER = np.iinfo(np.int64).max  # time of the next use of a row that is not used again
-# Of LRFU, in steps: the numbers that miss least, or nearly least, with the traces of benchmarks/traces.
+# Of LRFU, in steps. NOTE: they were chosen by trying a few numbers with the traces of benchmarks/traces.
 USE_STEPS, MOST_STEPS = 8, 48
 
 

@@ -239,7 +239,8 @@ class PullHooks:
         if self._imports is not None:
             self._imports.abandon(engine_id)
         for request_id in self._recving_transfers.keys() - self._recv_failures:
-            if self._recving_metadata[request_id].remote.engine_id == engine_id:
+            request = self._recving_metadata.get(request_id)
+            if request is not None and request.remote.engine_id == engine_id:
                 self._handle_failed_transfer(request_id, None, self._recv_failures)
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:

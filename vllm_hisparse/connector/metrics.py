@@ -27,7 +27,7 @@ COUNTERS = {
     "recomputed_tokens": "Number of tokens that resumed requests had to recompute.",
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
-    "transfers_refused": "Prompts computed locally: the transfer was malformed or not theirs, or kv_role is kv_both.",
+    "transfers_refused": "Number of prompts computed locally because of a malformed or foreign transfer, or kv_both.",
     "transfers_expired": "Number of prompts computed locally because the lease of their KV may have ended before.",
     "transfer_bytes_to_host": "Bytes received from prefill instances into the host pool.",
     "transfer_bytes_through_buffer": "Bytes received into the host pool through the import buffer.",
