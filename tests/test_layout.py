@@ -251,15 +251,26 @@ def test_divided_rows_use_the_whole_block() -> None:
     assert layout.layer_rows == (6,) * 61, "one share means one number of rows"
 
 
-def test_the_layer_with_the_fewest_rows_decides_whether_a_request_is_hot_as_a_whole() -> None:
+def test_requests_that_are_hot_as_a_whole_have_equal_rows() -> None:
     equal = KVLayout(656, 132, 61, 61)
     layout = replace(equal, row_shares=((1, 30), (3, 31)))
     assert layout.rows_per_hot_block == equal.rows_per_hot_block == 13
     assert layout.layer_rows == (6,) * 30 + (19,) * 31 and layout.fewest_rows == 6
     assert layout.num_hot_blocks(4096) == -(-4097 * 61 // (30 * 6 + 31 * 19)), "a mean layer has 4097 rows"
-    assert layout.num_whole_blocks(30_000) == -(-30_001 // 6)
-    assert layout.num_hot_blocks(4096, 640) == -(-640 // 6) > equal.num_hot_blocks(4096, 640)
+    assert layout.equal_rows == layout.whole_rows == 13, "a block of a request that is hot as a whole"
+    assert layout.num_whole_blocks(30_000) == equal.num_whole_blocks(30_000) == -(-30_001 // 13)
+    assert layout.num_hot_blocks(4096, 640) == equal.num_hot_blocks(4096, 640) == -(-640 // 13)
     assert layout.mean_rows == (30 * 6 + 31 * 19) / 61
     assert layout.num_whole_blocks(1 << 20) == MAX_HOT_ROWS // 19, "the layer with the most rows decides"
     assert layout.device_block_bytes == equal.device_block_bytes
-    assert layout.residency_block_bytes == 8 * (6 + 19), "two layers select"
+    assert layout.residency_block_bytes == 8 * (13 + 19), "two layers select"
+    assert layout.fits_with_equal_rows(50, 650) and not layout.fits_with_equal_rows(50, 651)
+    drafting = replace(layout, max_query_len=3)
+    assert drafting.fits_with_equal_rows(50, 648) and not drafting.fits_with_equal_rows(50, 649)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (0.98, 1.02)])
+def test_rows_of_layers_that_have_as_many_are_equal_anyway(shares: tuple[float, float]) -> None:
+    equal = KVLayout(656, 132, 61, 61)
+    layout = replace(equal, row_shares=((shares[0], 30), (shares[1], 31)))
+    assert layout.fewest_rows == 13 == layout.whole_rows and layout.equal_rows == 0

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
 from operator import mul
+from typing import NamedTuple
 
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_HOT_ROWS, MAX_QUERY_LEN
 
@@ -175,6 +177,20 @@ class StateLayout:
         return sorted(range(len(first_tokens)), key=first_tokens.__getitem__)
 
 
+class RowPlace(NamedTuple):
+    """Place of a layer's hot rows in a device block.
+
+    Attributes:
+        first: first row.
+        pitch: rows from one of the layer's rows to the next.
+        equal_offset: rows from `first` to the layer's first row in a block that is divided equally.
+    """
+
+    first: int
+    pitch: int = 1
+    equal_offset: int = 0
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Sizes of a model's KV on host and device.
@@ -255,9 +271,36 @@ class KVLayout:
         return tuple(rows for rows, (_, num_layers) in groups for _ in range(num_layers))
 
     @cached_property
+    def row_places(self) -> tuple[RowPlace, ...]:
+        """Place of each layer's hot rows in a device block.
+
+        NOTE: if blocks are divided in two ways, rows of layers that share a selection take turns, because these layers
+        also share row ids, so that all of them must have the same `equal_offset`.
+        """
+        if not self.equal_rows:
+            ends = accumulate(self.layer_rows)
+            return tuple(RowPlace(end - num) for num, end in zip(self.layer_rows, ends, strict=True))
+        places, first, equal_first = [], 0, 0
+        for rows, (_, num_layers) in zip(self.selecting_rows, self.row_shares, strict=True):
+            places += [RowPlace(first + index, num_layers, equal_first - first) for index in range(num_layers)]
+            first, equal_first = first + rows * num_layers, equal_first + self.equal_rows * num_layers
+        return tuple(places)
+
+    @cached_property
     def fewest_rows(self) -> int:
         """Hot rows in one device block of the layer that has the fewest."""
         return min(self.layer_rows)
+
+    @property
+    def equal_rows(self) -> int:
+        """Hot rows of each layer in one device block of a request that is hot as a whole, if these requests divide
+        their blocks equally among layers, and others by `row_shares`; 0: all requests divide them alike."""
+        return self.rows_per_hot_block if self.fewest_rows < self.rows_per_hot_block else 0
+
+    @property
+    def whole_rows(self) -> int:
+        """Hot rows in one device block of the layer with the fewest, for a request that is hot as a whole."""
+        return self.equal_rows or self.fewest_rows
 
     @cached_property
     def mean_rows(self) -> float:
@@ -293,12 +336,13 @@ class KVLayout:
     def residency_block_bytes(self) -> int:
         """Bytes of one device block's residency, outside vLLM's KV cache.
 
-        A DSA model has an entry for each row and layer that selects, a dense model for each unit that fits into the
-        block.
+        A DSA model has an entry for each row that a layer which selects may have, a dense model for each unit that
+        fits into the block.
         """
         if self.num_kv_heads is None:
             equal = self.num_resident_layers * self.rows_per_hot_block
-            return (sum(self.selecting_rows) or equal) * RESIDENCY_ENTRY_BYTES
+            by_layer = sum(max(rows, self.equal_rows) for rows in self.selecting_rows)
+            return (by_layer or equal) * RESIDENCY_ENTRY_BYTES
         return self.device_block_bytes // self.unit_bytes * RESIDENCY_ENTRY_BYTES
 
     @cached_property
@@ -370,7 +414,7 @@ class KVLayout:
         num_blocks = self._blocks_of(num_rows, self.mean_rows)
         if num_tokens is None:
             return num_blocks
-        return min(num_blocks, self._blocks_of(self._grown_rows(num_tokens), self.fewest_rows))
+        return min(num_blocks, self._blocks_of(self._grown_rows(num_tokens), self.whole_rows))
 
     def num_whole_blocks(self, num_tokens: int) -> int:
         """Device blocks in which every layer holds a sequence of `num_tokens`, at most as many as the kernels can use.
@@ -378,7 +422,16 @@ class KVLayout:
         NOTE: the layer with the fewest rows decides, because a request is hot as a whole or is not, in all layers.
         """
         num_rows = num_tokens + self.max_query_len * self.tokens_per_unit
-        return self._blocks_of(min(num_rows, self._grown_rows(num_tokens)), self.fewest_rows)
+        return self._blocks_of(min(num_rows, self._grown_rows(num_tokens)), self.whole_rows)
+
+    def fits_with_equal_rows(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return True if every layer holds a sequence of `num_tokens` in hot blocks that are divided equally.
+
+        Args:
+            num_blocks: hot blocks of the request.
+            num_tokens: tokens after the next step, drafts included.
+        """
+        return num_tokens - 1 + self.max_query_len <= num_blocks * self.equal_rows
 
     def _grown_rows(self, num_tokens: int) -> int:
         """Rows of a hot buffer that grows with its sequence, `block_size` tokens at a time."""

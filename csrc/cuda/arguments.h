@@ -25,13 +25,17 @@ constexpr int kMaxBoundsSize = kWarpSize * kBoundsVector;  // largest head size 
 // In structs and arguments of launchers, a pointer is not null unless its comment allows it. Tensors are contiguous and
 // on the device unless their comment says otherwise.
 
-// Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset`.
+// Hot rows of one layer: row `offset` of device block `block` has flat id `block * block_stride_rows + offset * pitch`;
+// `equal_offset` is added in a block that is divided equally among layers.
 struct HotRows {
     uint8_t* rows;  // [num_rows, row_bytes]
     int64_t num_rows;
     int64_t row_bytes;  // multiple of kVectorBytes
     int64_t block_stride_rows;
     int32_t rows_per_block;
+    int32_t pitch;
+    int32_t equal_rows_per_block;  // rows in a block that is divided equally; 0: no block is
+    int32_t equal_offset;          // may be negative
 };
 
 // Rows of one layer in the host pool.
@@ -41,7 +45,8 @@ struct HostRows {
     int64_t row_bytes;  // as on the device
 };
 
-// Row `offset` of device block `block` has entry `block * rows_per_block + offset`.
+// Row `offset` of device block `block` has entry `block * entries + offset`, where `entries` is the larger of
+// `rows_per_block` and `equal_rows_per_block`.
 struct Residency {
     int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
     int32_t num_layers;  // number of layers that share this residency
@@ -77,6 +82,7 @@ struct DecodeMetadata {
     const int32_t* num_hot_rows;  // [num_seqs]; null if the launch does not use hot rows
     const int32_t* host_block_tables;  // [num_seqs, num_host_blocks], requests host_block_table_stride elements apart
     const int32_t* query_lens;  // [batch]; null: one new token each
+    const int32_t* has_equal_rows;  // [num_seqs] 1: the sequence's hot blocks are divided equally; null: no one's are
     int64_t first_hot_block_stride;
     int64_t hot_block_table_stride;
     int64_t host_block_table_stride;
@@ -174,6 +180,8 @@ struct LogitsBatch {
 struct LayerRows {
     const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
     uint8_t* host[kMaxLayers];  // [num_host_rows, hot.row_bytes] in pinned host memory
+    int32_t equal_offsets[kMaxLayers];  // `equal_offset` of each layer
+    int64_t num_equal_rows;  // a flat id below it, `equal_offset` left out, is in the memory of every layer
 };
 
 // Every launcher enqueues on the stream and returns CUDA's error code, cudaErrorInvalidValue for sizes beyond the
@@ -234,8 +242,17 @@ cudaError_t launch_compact_rows(
 
 // Find the hot row of each new position: `SwapInOps.newest_row_ids`.
 //
-// hot: hot rows of any layer; hot.rows is not read and may be null. out: [>= batch, max_query_len].
-cudaError_t launch_newest_row_ids(const DecodeMetadata& decode, const HotRows& hot, int64_t* out, cudaStream_t stream);
+// hot: hot rows of any layer; hot.rows is not read and may be null. equal_offsets: [num_layers]; null: that of `hot`.
+// out: [num_layers, >= batch, max_query_len], layers out_stride elements apart.
+cudaError_t launch_newest_row_ids(
+    const DecodeMetadata& decode,
+    const HotRows& hot,
+    const int32_t* equal_offsets,
+    int32_t num_layers,
+    int64_t* out,
+    int64_t out_stride,
+    cudaStream_t stream
+);
 
 // Copy each request's new rows of up to kMaxLayers layers to the host: `SwapInOps.write_back`.
 //

@@ -139,9 +139,19 @@ const int32_t* host_block_table_of(const TensorView& table) {
 
 // The objects
 
-Arguments<HotRows> hot_rows(TensorView rows, int32_t rows_per_block, int64_t block_stride_rows) {
+Arguments<HotRows> hot_rows(
+    TensorView rows,
+    int32_t rows_per_block,
+    int64_t block_stride_rows,
+    int32_t pitch,
+    int32_t equal_rows_per_block,
+    int32_t equal_offset
+) {
     const auto first = static_cast<uint8_t*>(rows.data_ptr());
-    return Arguments<HotRows>({first, rows.size(0), row_bytes_of(rows), block_stride_rows, rows_per_block});
+    const int64_t row_bytes = row_bytes_of(rows);
+    return Arguments<HotRows>(
+        {first, rows.size(0), row_bytes, block_stride_rows, rows_per_block, pitch, equal_rows_per_block, equal_offset}
+    );
 }
 
 Arguments<Residency> residency(TensorView entries, int32_t num_layers) {
@@ -175,6 +185,7 @@ Arguments<DecodeMetadata> decode_metadata(
     TensorView hot_block_tables,
     TensorView num_hot_rows,
     TensorView host_block_tables,
+    Optional<TensorView> has_equal_rows,
     int32_t block_size,
     Optional<TensorView> query_lens,
     int32_t max_query_len
@@ -183,6 +194,9 @@ Arguments<DecodeMetadata> decode_metadata(
     decode.hot_block_tables = matrix<int32_t>(hot_block_tables, "hot_block_tables");
     decode.num_hot_rows = contiguous<int32_t>(num_hot_rows, "num_hot_rows");
     decode.host_block_tables = matrix<int32_t>(host_block_tables, "host_block_tables");
+    if (has_equal_rows.has_value()) {
+        decode.has_equal_rows = contiguous<int32_t>(has_equal_rows.value(), "has_equal_rows");
+    }
     decode.hot_block_table_stride = hot_block_tables.stride(0);
     decode.host_block_table_stride = host_block_tables.stride(0);
     decode.num_hot_blocks = static_cast<int32_t>(hot_block_tables.size(1));
@@ -247,15 +261,20 @@ Arguments<LayerGroup> layer_group(ffi::Array<Arguments<HotRows>> hot, ffi::Array
     group.num_layers = static_cast<int32_t>(hot.size());
     group.sizes = *hot[0];
     group.num_host_rows = host[0].size(0);
+    group.rows.num_equal_rows = group.sizes.num_rows - group.sizes.equal_offset;
     for (size_t index = 0; index < hot.size(); ++index) {
         const HotRows& rows = *hot[index];
         const HostRows home = host_rows_of(TensorView(host[index]), rows);
         const bool is_alike = rows.row_bytes == group.sizes.row_bytes
                               && rows.block_stride_rows == group.sizes.block_stride_rows
-                              && rows.rows_per_block == group.sizes.rows_per_block;
+                              && rows.rows_per_block == group.sizes.rows_per_block
+                              && rows.pitch == group.sizes.pitch
+                              && rows.equal_rows_per_block == group.sizes.equal_rows_per_block;
         check(is_alike, "layers are of unequal sizes");
         group.rows.hot[index] = rows.rows;
         group.rows.host[index] = home.rows;
+        group.rows.equal_offsets[index] = rows.equal_offset;
+        group.rows.num_equal_rows = std::min(group.rows.num_equal_rows, rows.num_rows - rows.equal_offset);
         group.sizes.num_rows = std::min(group.sizes.num_rows, rows.num_rows);
         group.num_host_rows = std::min(group.num_host_rows, home.num_rows);
     }
@@ -325,10 +344,23 @@ void compact_rows(TensorView row_ids, TensorView num_valid, int64_t stream) {
     check(launch_compact_rows(ids, counts, num_selections, static_cast<int32_t>(row_ids.size(1)), stream_of(stream)));
 }
 
-void newest_row_ids(Arguments<DecodeMetadata> decode, Arguments<HotRows> hot, TensorView out, int64_t stream) {
+void newest_row_ids(
+    Arguments<DecodeMetadata> decode,
+    Arguments<HotRows> hot,
+    TensorView out,
+    Optional<TensorView> equal_offsets,
+    int64_t stream
+) {
     const DecodeMetadata& step = *decode;
-    check(out.size(0) >= static_cast<int64_t>(step.batch) * step.max_query_len, "out is too short");
-    check(launch_newest_row_ids(step, *hot, contiguous<int64_t>(out, "out"), stream_of(stream)));
+    const bool by_layer = equal_offsets.has_value();
+    check(out.ndim() == 1 + by_layer, "out has another number of dimensions");
+    check(out.size(by_layer) >= static_cast<int64_t>(step.batch) * step.max_query_len, "out is too short");
+    const int32_t* offsets = by_layer ? contiguous<int32_t>(equal_offsets.value(), "equal_offsets") : nullptr;
+    check(!by_layer || equal_offsets.value().size(0) == out.size(0), "an offset for each layer of out");
+    check(launch_newest_row_ids(
+        step, *hot, offsets, by_layer ? static_cast<int32_t>(out.size(0)) : 1, contiguous<int64_t>(out, "out"),
+        out.size(by_layer), stream_of(stream)
+    ));
 }
 
 void write_back(Arguments<LayerGroup> layers, Arguments<DecodeMetadata> decode, int64_t stream) {

@@ -61,13 +61,21 @@ __device__ inline int64_t flat_row_id(
     return block < 0 ? -1 : block * block_stride_rows + row % rows_per_block;
 }
 
-// Return the flat id of the hot row in a slot. slot: >= 0.
+// Return whether a sequence's hot blocks are divided equally among layers.
+__device__ inline bool has_equal_rows(const DecodeMetadata& decode, int32_t seq_index) {
+    return decode.has_equal_rows != nullptr && __ldg(decode.has_equal_rows + seq_index) != 0;
+}
+
+// Return the flat id of the hot row in a slot; without `equal_offset`, if the block is divided equally. slot: >= 0.
+// rows_per_block: rows of the layer in the sequence's blocks.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
     const DecodeMetadata& decode, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot
 ) {
     const int32_t* table = decode.hot_block_tables + seq_index * decode.hot_block_table_stride;
-    return flat_row_id(table, decode.num_hot_blocks, slot, rows_per_block, hot.block_stride_rows);
+    const int32_t index = slot / rows_per_block;
+    const int32_t block = index < decode.num_hot_blocks ? __ldg(table + index) : -1;
+    return block < 0 ? -1 : block * hot.block_stride_rows + slot % rows_per_block * hot.pitch;
 }
 
 // Return the flat id of the host row of a position. position: >= 0.

@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     int64_t* counts,  // [num_seqs, 2]
     const Resolved out,
     const Divisor rows_per_block,
+    const Divisor equal_rows_per_block,
     const Divisor block_size,
     const Divisor selection_size,
     const int bucket_bits,
@@ -62,7 +63,13 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const NewPositions added(seq_len, query_len, decode.max_query_len, __ldg(decode.num_hot_rows + seq_index));
     const int32_t* hot_block_table = decode.hot_block_tables + seq_index * decode.hot_block_table_stride;
     asm("" : "+l"(hot_block_table));  // NOTE: without this, the compiler computes it for every slot
-    const Request request{decode, hot, hot_block_table, rows_per_block, block_size, batch_index, seq_index, added};
+    const bool is_equal = has_equal_rows(decode, seq_index);
+    const Divisor& rows = is_equal ? equal_rows_per_block : rows_per_block;
+    const int32_t entries_per_block = max(hot.rows_per_block, hot.equal_rows_per_block);
+    const Request request{
+        decode, hot, hot_block_table, rows, is_equal ? hot.equal_offset : 0, entries_per_block, block_size, batch_index,
+        seq_index, added
+    };
     if (added.fits) {
         if (cluster.rank != 0) return;
         return resolve_fitting<kColumnRounds, kHasDrafts>(
@@ -143,7 +150,8 @@ cudaError_t launch_resolve(
 ) {
     if (decode.batch == 0) return cudaSuccess;
     const int num_columns = out.num_columns;
-    const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * hot.rows_per_block;
+    const int32_t most_rows = std::max(hot.rows_per_block, hot.equal_rows_per_block);
+    const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * most_rows;
     const Variant variant = choose_variant(num_columns, decode.max_query_len);
     if (variant.column_rounds == 0 || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     Device device{};
@@ -154,6 +162,7 @@ cudaError_t launch_resolve(
     const size_t num_bytes = scratch.num_bytes(bucket_bits);
     const auto room = static_cast<int64_t>((device.max_shared_bytes - num_bytes) / sizeof(uint16_t));
     const Divisor rows_per_block(hot.rows_per_block), block_size(decode.block_size);
+    const Divisor equal_rows_per_block(std::max(hot.equal_rows_per_block, 1));
     const Divisor selection_size(num_columns / decode.max_query_len);
 
     cudaLaunchAttribute attribute{};
@@ -184,7 +193,7 @@ cudaError_t launch_resolve(
         if (num_clusters >= decode.batch) {
             return cudaLaunchKernelEx(
                 &config, kernel, residency, decode, selected_positions, selected_stride, hot, counts, out,
-                rows_per_block, block_size, selection_size, bucket_bits, num_kept_ages
+                rows_per_block, equal_rows_per_block, block_size, selection_size, bucket_bits, num_kept_ages
             );
         }
         size /= 2;

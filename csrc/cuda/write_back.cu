@@ -22,11 +22,15 @@ __global__ void __launch_bounds__(kNumThreads) write_back_kernel(
         const NewPositions added(decode, batch_index, decode.num_hot_rows[seq_index]);
         const int32_t position = added.first + index % decode.max_query_len;
         if (position >= added.end) continue;
-        const int64_t source = flat_hot_row_id(decode, hot, hot.rows_per_block, seq_index, added.slot(position));
+        const bool is_equal = has_equal_rows(decode, seq_index);
+        const int32_t rows_per_block = is_equal ? hot.equal_rows_per_block : hot.rows_per_block;
+        const int64_t num_rows = is_equal ? layers.num_equal_rows : hot.num_rows;
+        const int64_t source = flat_hot_row_id(decode, hot, rows_per_block, seq_index, added.slot(position));
         const int64_t target = flat_host_row_id(decode, decode.block_size, seq_index, position);
-        if (!in_range(source, hot.num_rows) || !in_range(target, num_host_rows)) continue;
+        if (!in_range(source, num_rows) || !in_range(target, num_host_rows)) continue;
         for (int layer = warp; layer < num_layers; layer += kNumWarps) {
-            const uint8_t* from = layers.hot[layer] + source * hot.row_bytes;
+            const int64_t row = source + (is_equal ? layers.equal_offsets[layer] : 0);
+            const uint8_t* from = layers.hot[layer] + row * hot.row_bytes;
             copy_row<false>(layers.host[layer] + target * hot.row_bytes, from, hot.row_bytes, lane);
         }
     }

@@ -111,7 +111,7 @@ CONFIGURATIONS = (
     ),
     Configuration("spare blocks, sessions", lends_blocks=True, has_sessions=True, state_entries=STATE_ENTRIES),
     _pd("spare blocks, P/D", lends_blocks=True),
-    _pd("spare blocks, P/D, rows by layer", lends_blocks=True, row_shares=((1.0, 1), (2.0, 1))),
+    _pd("spare blocks, P/D, rows by layer", lends_blocks=True, row_shares=((1.0, 1), (3.0, 1))),
     Configuration("held back, sessions, tier", limits_running=True, has_sessions=True, has_tier=True),
     _pd("held back, spare blocks, P/D", limits_running=True, lends_blocks=True, sibling_share=0.2),
     Configuration("tier", has_tier=True),

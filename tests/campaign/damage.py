@@ -59,6 +59,15 @@ def no_news_of_taken_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestTracker, "diff", diff_silently)
 
 
+def no_news_of_divisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker does not hear that a request outgrows equal rows."""
+
+    def forget(metadata: HiSparseMetadata) -> None:
+        metadata.equal_rows = {name: is_equal for name, is_equal in metadata.equal_rows.items() if is_equal}
+
+    change_metadata(monkeypatch, forget)
+
+
 def no_preemption_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """A preempted request's last, partial block of indexer keys is not copied to the host."""
     change_metadata(monkeypatch, lambda metadata: metadata.preemption_saves.clear())

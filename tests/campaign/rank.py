@@ -129,6 +129,7 @@ class Rank:
         self.tables: dict[int, list[int]] = {}
         # first hot block id -> block -> whether the request has written it
         self.hot_block_tables: dict[int, dict[int, bool]] = {}
+        self.with_equal_rows: set[int] = set()  # first hot block ids
         self.state_block_tables: dict[int, dict[int, bool]] = {}
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self._num_forwards_queued = self.num_forwards_done = 0
@@ -190,6 +191,7 @@ class Rank:
         for first_hot_block_id in metadata.released:
             del self.tables[first_hot_block_id]
             self.hot_block_tables.pop(first_hot_block_id, None)
+            self.with_equal_rows.discard(first_hot_block_id)
             self.state_block_tables.pop(first_hot_block_id, None)
         for first_hot_block_id, (first, host_ids) in metadata.host_block_tables.items():
             check((first_hot_block_id in self.tables) == (first > 0), "a table does not start at 0, or starts twice")
@@ -197,6 +199,11 @@ class Rank:
             check(len(table) == first, "a change does not continue its table")
             table.extend(host_ids)
             check(len(table) <= self.max_blocks, f"a table of {len(table)} blocks, there is room for {self.max_blocks}")
+        for first_hot_block_id, is_equal in metadata.equal_rows.items():
+            check(is_equal == (first_hot_block_id not in self.with_equal_rows), "rows are divided as before")
+            first, _ = metadata.hot_block_tables[first_hot_block_id]
+            check(first == 0, "blocks are divided anew, but not sent again")
+            (self.with_equal_rows.add if is_equal else self.with_equal_rows.discard)(first_hot_block_id)
         for first_hot_block_id, (first, block_ids) in metadata.hot_block_tables.items():
             check(first_hot_block_id in self.tables, "hot blocks of a request that the worker does not know")
             before = self.hot_block_tables.get(first_hot_block_id, {})
@@ -231,8 +238,10 @@ class Rank:
             self.state_block_tables.get(entry.first_hot_block_id, {}),
         )
         check(bool(hot), f"{step.reads(entry, self)}: without hot blocks")
-        num_rows = min(entry.last, FIXED_BUFFER_SIZE + 1)
-        check(len(hot) * self.layout.fewest_rows >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks")
+        num_rows, rows_per_block = min(entry.last, FIXED_BUFFER_SIZE + 1), self.layout.fewest_rows
+        if entry.first_hot_block_id in self.with_equal_rows:
+            num_rows, rows_per_block = entry.last, self.layout.equal_rows
+        check(len(hot) * rows_per_block >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks")
         num_state_blocks = self.layout.state.num_blocks(entry.last)
         check(len(state) >= num_state_blocks, f"{step.reads(entry, self)}: {len(state)} state blocks")
         for kind, blocks in (("hot rows", hot), ("state", state)):

@@ -23,6 +23,7 @@ BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS
         (damage.no_deferral, "P/D", "host row"),
         (damage.early_publishing, "one instance", "host row"),
         (damage.no_news_of_taken_blocks, "spare blocks, sessions", "holds"),
+        (damage.no_news_of_divisions, "spare blocks, P/D, rows by layer", "hot blocks"),
         (damage.no_preemption_save, "one instance", "indexer key"),
         (damage.another_transfer, "P/D, no prefix caching", "host row"),
         (damage.unclaimed_transfer, "P/D, data parallel", "host row"),

@@ -170,21 +170,31 @@ def test_every_layer_gets_its_own_rows_in_order(num_more_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_more_rows", [0, 5])
-def test_layers_with_different_numbers_of_rows_lie_one_after_the_other(num_more_rows: int) -> None:
-    shares = tuple((1.0 + index, 1) for index in range(NUM_LAYERS))
+@pytest.mark.parametrize("shares", [((1.0, 1), (2.0, 1), (3.0, 1)), ((1.0, 2), (3.0, 1)), ((3.0, 1), (1.0, 2))])
+def test_a_block_has_rows_of_each_layer_in_both_divisions(
+    num_more_rows: int, shares: tuple[tuple[float, int], ...]
+) -> None:
     layout, caches = replace(MLA_LAYOUT, row_shares=shares), list(device_caches(num_more_rows=num_more_rows).values())
     caches = caches[:NUM_LAYERS]
     assert len(set(layout.layer_rows)) > 1, "all layers have the same number of rows"
-    owners = torch.zeros(NUM_DEVICE_BLOCKS, layout.device_block_bytes // layout.row_bytes, dtype=torch.int32)
-    for index, view in enumerate(layer_views(caches, layout)):
+    assert layout.equal_rows > layout.fewest_rows
+    owners = torch.zeros(2, layout.device_block_bytes // layout.row_bytes, dtype=torch.int32)
+    groups = [group for group, (_, num_layers) in enumerate(shares) for _ in range(num_layers)]
+    row_ids: dict[tuple[int, int], list[int]] = {}
+    for index, (view, place) in enumerate(zip(layer_views(caches, layout), layout.row_places, strict=True)):
         assert view.shape == (NUM_DEVICE_BLOCKS, 1, layout.layer_rows[index], WIDTH)
-        hot = HotRows.from_cache(view.squeeze(1))
+        hot = HotRows.from_cache(view.squeeze(1), layout.equal_rows, place.equal_offset)
         assert hot.block_stride_rows == owners.shape[1] + num_more_rows
         first = (view.data_ptr() - caches[0].data_ptr()) // layout.row_bytes
-        owners[:, first : first + hot.rows_per_block] += 1
-        assert first + hot.rows_per_block <= owners.shape[1], "the rows of the last layer exceed the block"
+        last_block, block = torch.tensor([[NUM_DEVICE_BLOCKS - 1]]), torch.tensor([[0]])
+        for is_equal, num_rows in enumerate((hot.rows_per_block, layout.equal_rows)):
+            slots, division = torch.arange(num_rows)[None], torch.tensor([is_equal])
+            ids = hot.flat_row_ids(block, slots, division)[0]
+            assert row_ids.setdefault((is_equal, groups[index]), ids.tolist()) == ids.tolist(), "shared ids differ"
+            owners[is_equal, first + ids] += 1
+            assert hot.flat_row_ids(last_block, slots, division).max() < len(hot.rows)
     assert owners.max() == 1, "a row belongs to two layers"
-    assert owners[0].sum() == sum(layout.layer_rows)
+    assert owners.sum(1).tolist() == [sum(layout.layer_rows), NUM_LAYERS * layout.equal_rows]
 
 
 def test_as_many_requests_as_have_hot_blocks() -> None:

@@ -77,9 +77,10 @@ class RowCheck:
             num_rows = int(decode.num_hot_rows[state])
             slots = torch.arange(num_rows, device=hot.rows.device)[None]
             table = decode.hot_block_tables[state, None]
-            positions = residency.positions[hot.entries(table, slots)[0]].cpu().long()
+            is_equal = None if decode.has_equal_rows is None else decode.has_equal_rows[state, None]
+            positions = residency.positions[hot.entries(table, slots, is_equal)[0]].cpu().long()
             held = (positions >= 0) & (is_whole | (positions < num_whole))
-            row_ids, positions = hot.flat_row_ids(table, slots)[0].cpu()[held], positions[held]
+            row_ids, positions = hot.flat_row_ids(table, slots, is_equal)[0].cpu()[held], positions[held]
             blocks = decode.host_block_tables[state].cpu().long()[positions // decode.block_size]
             yield row_ids.to(hot.rows.device), blocks * decode.block_size + positions % decode.block_size
 

@@ -48,6 +48,19 @@ def test_short_sequences_copy_nothing(run, reference):
     assert record["counters"]["host_to_device_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "rows_by_layer"), [("dsv32", [2, 1, 2, 2.5]), pytest.param("glm53", [2, 1], marks=pytest.mark.slow)]
+)
+def test_short_sequences_copy_nothing_with_rows_by_layer(run, reference, model, rows_by_layer):
+    """The layer with the fewest rows in other requests' blocks has a slot for every token of these requests."""
+    lengths = [5, BLOCK - 1, TOP_K - 1, HOT_ROWS - MAX_TOKENS]  # a prompt that ends with its hot blocks loses some rows
+    options = {"rows_by_layer": rows_by_layer, "device_buffer_size": 600}
+    record = run(hot_args(model, options), [phase(lengths)], row_check={"every": 2, "corrupt": False})[0]
+    assert_same_but_rounding(record["completions"], reference(lengths, MAX_TOKENS, model=model))
+    assert record["counters"]["cache_misses"] == 0
+    assert record["wrong_rows"] == 0 < record["checked_rows"]
+
+
 @pytest.mark.parametrize("length", [HOT_ROWS - MAX_TOKENS, 777])
 def test_a_wrong_row_is_found(run, length):
     """A comparison of all hot rows with the host's finds the one row that is changed on purpose."""

@@ -35,6 +35,8 @@ class Case:
         shortest, longest: tokens of the requests before the first step.
         seeded: the buffers hold some rows before the first step.
         steps: decode steps, of up to `query_len` tokens each, of which some are rejected.
+        first_row: first row of the layer in a hot block, `pitch` rows before the next one. equal_rows: rows of a hot
+            block of some requests, whose blocks are divided equally, from row `first_equal_row` on; 0: none's.
     """
 
     batch: int
@@ -50,6 +52,20 @@ class Case:
     steps: int = 6
     max_slots: int = 0  # `num_slots` if that is more
     query_len: int = 1
+    first_row: int = 0
+    equal_rows: int = 0
+    first_equal_row: int = 0
+    pitch: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Rows from one hot block to the next."""
+        own = self.first_row + self.rows_per_block * self.pitch
+        return max(own, self.first_equal_row + self.equal_rows * self.pitch) + self.gap
+
+    @property
+    def equal_offset(self) -> int:
+        return self.first_equal_row - self.first_row if self.equal_rows else 0
 
     @property
     def num_host_blocks(self) -> int:
@@ -61,7 +77,7 @@ class Case:
 
     @property
     def num_hot_blocks(self) -> int:
-        return -(-self.max_hot_rows // self.rows_per_block)
+        return -(-self.max_hot_rows // min(self.rows_per_block, self.equal_rows or self.rows_per_block))
 
 
 CASES = [
@@ -85,6 +101,10 @@ CASES = [
     Case(3, 2048, 8192, row_bytes=32, rows_per_block=13, shortest=8000, longest=40000, max_slots=39999),  # partly hot
     Case(2, 4096, 4096, rows_per_block=64, gap=1, shortest=30000, longest=39996, max_slots=39999),  # fits, then not
     Case(2, 1024, 2048, shortest=3000, longest=39996, max_slots=39999, seeded=False),
+    Case(6, 128, 300, first_row=9, equal_rows=5, first_equal_row=2, gap=1, longest=900, max_slots=920, steps=9),
+    Case(5, 512, 1024, row_bytes=656, rows_per_block=4, equal_rows=6, first_equal_row=3, longest=5000, max_slots=3001),
+    Case(3, 2048, 8192, row_bytes=32, rows_per_block=13, equal_rows=6, longest=40000, max_slots=20000, pitch=3),
+    Case(3, 200, 400, first_row=4, equal_rows=9, gap=2, query_len=3, shortest=380, longest=450, max_slots=460),
 ]
 
 
@@ -104,6 +124,10 @@ def random_case(seed: int) -> Case:
         longest=num_slots + choice.choice([-2, 3, 2000]),
         seeded=choice.random() < 0.5,
         max_slots=num_slots + choice.choice([0, 100, 2010]),
+        first_row=choice.choice([0, 0, 3]),
+        equal_rows=choice.choice([0, 0, 4, 9]),
+        first_equal_row=choice.choice([0, 5]),
+        pitch=choice.choice([1, 2]),
     )
 
 
@@ -121,11 +145,14 @@ class State:
     counts: torch.Tensor
     out: Resolved
     newest_row_ids: torch.Tensor
-    rows_per_block: int
+    has_equal_rows: torch.Tensor
+    case: Case
 
     @property
     def hot(self) -> HotRows:
-        return HotRows.from_cache(self.hot_storage[:, : self.rows_per_block])
+        case = self.case
+        rows = self.hot_storage[:, case.first_row :: case.pitch][:, : case.rows_per_block]
+        return HotRows.from_cache(rows, case.equal_rows, case.equal_offset)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Values that must be equal, on the CPU."""
@@ -154,7 +181,8 @@ class State:
             move(self.counts),
             Resolved(*(move(getattr(self.out, name)) for name in self.out.__dataclass_fields__)),
             move(self.newest_row_ids),
-            self.rows_per_block,
+            move(self.has_equal_rows),
+            self.case,
         )
 
 
@@ -173,9 +201,9 @@ class Scenario:
         self.state = self.initial_state()
 
     def disjoint(self, num_blocks: int) -> torch.Tensor:
-        """Tables of all requests in random order; some blocks belong to nobody."""
+        """Tables of all requests in random order; some blocks belong to nobody, and so does block 0."""
         num_used = self.case.batch * num_blocks
-        block_ids = torch.randperm(num_used + 5, generator=self.generator)[:num_used]
+        block_ids = 1 + torch.randperm(num_used + 5, generator=self.generator)[:num_used]
         return block_ids.int().view(self.case.batch, num_blocks)
 
     def initial_state(self) -> State:
@@ -184,11 +212,11 @@ class Scenario:
         host_rows = torch.full(
             ((host_block_tables.max() + 2) * case.block_size, case.row_bytes), POISON, dtype=torch.uint8
         )
-        width = case.rows_per_block + case.gap
-        hot = torch.full((self.hot_blocks.max() + 2, width, case.row_bytes), POISON, dtype=torch.uint8)
+        hot = torch.full((self.hot_blocks.max() + 2, case.stride, case.row_bytes), POISON, dtype=torch.uint8)
         seq_indices = torch.full((len(hot),), -1, dtype=torch.int32)
         seq_indices[self.hot_blocks[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
-        num_entries = len(hot) * case.rows_per_block
+        num_entries = len(hot) * max(case.rows_per_block, case.equal_rows)
+        self.divides_equally = [case.equal_rows > 0 and self.random.random() < 0.5 for _ in self.lengths]
         positions, last_uses = self.integers(-1, case.longest, 2, num_entries)  # what others left in their blocks
         state = State(
             host_rows,
@@ -201,8 +229,11 @@ class Scenario:
             torch.zeros(case.batch, 2, dtype=torch.int64),
             Resolved.allocate(case.batch + 1, case.top_k * case.query_len, torch.device("cpu"), case.query_len),
             torch.full(((case.batch + 1) * case.query_len,), -5),
-            case.rows_per_block,
+            torch.zeros(case.batch, dtype=torch.int32),
+            case,
         )
+        for batch_index, is_equal in enumerate(self.divides_equally):
+            state.has_equal_rows[self.seq_index(state, batch_index)] = is_equal
         for batch_index, length in enumerate(self.lengths):
             state.host_block_tables[self.seq_index(state, batch_index)] = host_block_tables[batch_index]
             known = self.host_ids(host_block_tables[batch_index], torch.arange(length))
@@ -233,7 +264,7 @@ class Scenario:
         added = torch.arange(num_rows)[int(state.num_hot_rows[seq_index]) :]
         state.residency.positions[self.entries(batch_index, added).to(device)] = -1
         table = self.hot_blocks[batch_index].clone()
-        table[-(-num_rows // self.case.rows_per_block) :] = -1
+        table[-(-num_rows // self.rows_of(batch_index)) :] = -1
         state.hot_block_tables[seq_index], state.num_hot_rows[seq_index] = table.to(device), num_rows
 
     def seed(self, state: State, batch_index: int, num_rows: int, host_block_table: torch.Tensor) -> None:
@@ -265,14 +296,19 @@ class Scenario:
         return table[positions // self.case.block_size].long() * self.case.block_size + positions % self.case.block_size
 
     def hot_ids(self, batch_index: int, slots: torch.Tensor) -> torch.Tensor:
-        return self.ids(batch_index, slots, self.case.rows_per_block + self.case.gap)
+        first = self.case.equal_offset if self.divides_equally[batch_index] else 0
+        return first + self.ids(batch_index, slots, self.case.stride, self.case.pitch)
 
     def entries(self, batch_index: int, slots: torch.Tensor) -> torch.Tensor:
-        return self.ids(batch_index, slots, self.case.rows_per_block)
+        return self.ids(batch_index, slots, max(self.case.rows_per_block, self.case.equal_rows))
 
-    def ids(self, batch_index: int, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
-        blocks = self.hot_blocks[batch_index, slots // self.case.rows_per_block].long()
-        return blocks * block_stride + slots % self.case.rows_per_block
+    def ids(self, batch_index: int, slots: torch.Tensor, block_stride: int, pitch: int = 1) -> torch.Tensor:
+        blocks = self.hot_blocks[batch_index, slots // self.rows_of(batch_index)].long()
+        return blocks * block_stride + slots % self.rows_of(batch_index) * pitch
+
+    def rows_of(self, batch_index: int) -> int:
+        """Rows of the layer in a request's hot blocks."""
+        return self.case.equal_rows if self.divides_equally[batch_index] else self.case.rows_per_block
 
     def selections(self, batch_index: int, query_len: int) -> torch.Tensor:
         """Rows of the new tokens side by side; nothing for tokens that the step does not have."""
@@ -331,8 +367,10 @@ def decode_metadata(
     state: State, case: Case, block_tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor
 ) -> DecodeMetadata:
     by_seq = state.hot_block_tables, state.num_hot_rows, state.host_block_tables
-    drafts = (query_lens, case.query_len) if case.query_len > 1 else ()
-    return DecodeMetadata(state.seq_indices, block_tables[:, 0], seq_lens, *by_seq, case.block_size, *drafts)
+    drafts = (query_lens, case.query_len) if case.query_len > 1 else (None, 1)
+    has_equal_rows = state.has_equal_rows if case.equal_rows else None
+    by_batch = state.seq_indices, block_tables[:, 0], seq_lens
+    return DecodeMetadata(*by_batch, *by_seq, case.block_size, *drafts, has_equal_rows)
 
 
 def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], new_rows: torch.Tensor, fused: bool):
@@ -340,6 +378,19 @@ def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], ne
     block_tables, seq_lens, top_k, query_lens = inputs
     decode = decode_metadata(state, case, block_tables, seq_lens, query_lens)
     ops.newest_row_ids(decode, state.hot, state.newest_row_ids)
+    distance = 3  # to the same rows of another layer, if a request has equal rows
+    by_layer = state.newest_row_ids.expand(2, -1).clone()
+    offsets = torch.tensor([case.equal_offset + distance, case.equal_offset], dtype=torch.int32)
+    ops.newest_row_ids(decode, state.hot, by_layer, offsets.to(by_layer.device))
+    assert torch.equal(by_layer[1], state.newest_row_ids)
+    is_live = state.newest_row_ids >= 0
+    assert ((by_layer[0] - by_layer[1])[~is_live] == 0).all()
+    equal = torch.zeros_like(is_live)
+    if case.equal_rows:
+        seqs = state.seq_indices[block_tables[:, 0].long().clamp(0, len(state.seq_indices) - 1)].long()
+        of_requests = (state.has_equal_rows[seqs.clamp_min(0)] > 0).repeat_interleave(case.query_len)
+        equal[: len(of_requests)] = of_requests & is_live[: len(of_requests)]
+    assert torch.equal(by_layer[0] - by_layer[1], distance * equal)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
     newest = state.newest_row_ids[: case.batch * case.query_len]
@@ -565,10 +616,19 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
         assert torch.equal(then[is_outside], now[is_outside]), f"{name} of nobody changed"
 
 
-@pytest.mark.parametrize(("num_layers", "batch"), [(1, 1), (61, 64), (130, 3)])
-def test_write_back_of_many_layers(num_layers: int, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("num_layers", "batch", "equal_rows"), [(1, 1, 0), (61, 64, 0), (130, 3, 0), (61, 64, 7), (130, 3, 20)]
+)
+def test_write_back_of_many_layers(num_layers: int, batch: int, equal_rows: int) -> None:
+    """Layers begin at different rows of a block, and at others in a block with equal rows."""
     case = Case(batch, 128, 128, row_bytes=656, block_size=16, rows_per_block=12, gap=2, longest=300)
-    scenarios = [Scenario(case) for _ in range(num_layers)]
+    cases = [case] * num_layers
+    if equal_rows:
+        starts = [{"first_row": 24 * (i % 3), "first_equal_row": 2 * equal_rows * (i % 3)} for i in range(num_layers)]
+        cases = [replace(case, equal_rows=equal_rows, pitch=2, **start) for start in starts]
+        cases = [replace(each, gap=130 - each.stride + each.gap) for each in cases]
+    scenarios = [Scenario(each) for each in cases]
+    case = cases[0]
     block_tables, seq_lens, _, query_lens = scenarios[0].next_step()
     references = [scenario.state for scenario in scenarios]
     for layer, state in enumerate(references):
@@ -777,7 +837,7 @@ def test_the_widest_tables(top_k: int, query_len: int) -> None:
 def widened(state: State, num_hot_rows: int) -> State:
     """The same with tables that have room for `num_hot_rows` of each request."""
     num_seqs, num_blocks = state.hot_block_tables.shape
-    more = state.hot_block_tables.new_full((num_seqs, num_hot_rows // state.rows_per_block - num_blocks), -1)
+    more = state.hot_block_tables.new_full((num_seqs, num_hot_rows // state.case.rows_per_block - num_blocks), -1)
     return replace(state, hot_block_tables=torch.cat((state.hot_block_tables, more), 1))
 
 

@@ -38,7 +38,8 @@ def test_steps_without_requests_launch_nothing() -> None:
     selection = RESIDENCY.native, DECODE.native, SELECTED
     kernels().resolve(*selection, HOT.native, COUNTS, RESOLVED.native, 0)
     kernels().gather(HOST, HOT.native, RESOLVED.native, 0, True, 0)
-    kernels().newest_row_ids(DECODE.native, HOT.native, ints(1).long(), 0)
+    kernels().newest_row_ids(DECODE.native, HOT.native, ints(1).long(), None, 0)
+    kernels().newest_row_ids(DECODE.native, HOT.native, ints(3, 1).long(), ints(3), 0)
     kernels().write_back(kernels().layer_group([HOT.native] * 3, [HOST] * 3), DECODE.native, 0)
     kernels().stage_rows(HOST, ints(3), 16, HOST[:0], 0)
     kernels().save_rows(HOST[:0], 5, HOST, ints(3), 16, 0)

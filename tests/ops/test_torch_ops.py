@@ -1,5 +1,6 @@
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ class Shape:
         top_k: entries of a selection. extra_slots: hot slots beyond top_k.
         block_size: tokens per host block. rows_per_block: rows per hot block. gap: rows between two hot blocks.
         start: tokens on the host before the first step; seeded: also in the hot buffer.
+        first_row: first row of the layer in a hot block, `pitch` rows before the next one. equal_rows: rows of a hot
+            block of every second request, whose blocks are divided equally, from row `first_equal_row` on; 0: none's.
     """
 
     top_k: int
@@ -36,6 +39,16 @@ class Shape:
     gap: int
     start: int
     seeded: bool
+    first_row: int = 0
+    equal_rows: int = 0
+    first_equal_row: int = 0
+    pitch: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Rows from one hot block to the next."""
+        own = self.first_row + self.rows_per_block * self.pitch
+        return max(own, self.first_equal_row + self.equal_rows * self.pitch) + self.gap
 
     @property
     def num_slots(self) -> int:
@@ -51,6 +64,10 @@ SHAPES = st.builds(
     gap=st.sampled_from([0, 1, 4]),
     start=st.sampled_from([0, 1, 5, 12, 20]),
     seeded=st.booleans(),
+    first_row=st.sampled_from([0, 0, 2]),
+    equal_rows=st.sampled_from([0, 0, 1, 3, 8]),
+    first_equal_row=st.sampled_from([0, 1, 5]),
+    pitch=st.sampled_from([1, 1, 2, 3]),
 )
 
 
@@ -63,15 +80,18 @@ class Simulation:
         self.shape, self.random = shape, random.Random(seed)
         self.ops = TorchSwapInOps()
         self.host_block_tables = self.tables(-(-num_tokens // shape.block_size))
-        self.hot_block_tables = self.tables(-(-(num_tokens + 1) // shape.rows_per_block))
+        self.hot_block_tables = self.tables(-(-(num_tokens + 1) // min(shape.rows_per_block, shape.equal_rows or 64)))
+        self.has_equal_rows = torch.arange(self.NUM_REQUESTS, dtype=torch.int32) % 2 * (shape.equal_rows > 0)
         self.num_hot_rows = torch.full((self.NUM_REQUESTS,), shape.num_slots + 1, dtype=torch.int32)
         self.host_rows = torch.full(((self.host_block_tables.max() + 4) * shape.block_size, ROW), float("nan"))
-        width = shape.rows_per_block + shape.gap
-        self.hot_storage = torch.full((self.hot_block_tables.max() + 4, width, ROW), float("nan"))
-        self.hot_rows = HotRows.from_cache(self.hot_storage[:, : shape.rows_per_block])
+        self.hot_storage = torch.full((self.hot_block_tables.max() + 4, shape.stride, ROW), float("nan"))
+        own_rows = self.hot_storage[:, shape.first_row :: shape.pitch][:, : shape.rows_per_block]
+        equal = shape.equal_rows, (shape.first_equal_row - shape.first_row) * (shape.equal_rows > 0)
+        self.hot_rows = HotRows.from_cache(own_rows, *equal)
         self.seq_indices = torch.full((len(self.hot_storage),), -1, dtype=torch.int32)
         self.seq_indices[self.hot_block_tables[:, 0].long()] = torch.arange(self.NUM_REQUESTS, dtype=torch.int32)
-        self.residency = Residency.allocate(len(self.hot_storage) * shape.rows_per_block, torch.device("cpu"))
+        num_entries = len(self.hot_storage) * self.hot_rows.entries_per_block
+        self.residency = Residency.allocate(num_entries, torch.device("cpu"))
         self.counts = torch.zeros(self.NUM_REQUESTS, 2, dtype=torch.int64)
         self.expected_counts = self.counts.clone()
         self.out = Resolved.allocate(self.NUM_REQUESTS + 1, shape.top_k, torch.device("cpu"))
@@ -89,9 +109,9 @@ class Simulation:
                 self.models[request].positions[position] = position
 
     def tables(self, num_blocks: int) -> torch.Tensor:
-        """Disjoint tables in random order; some blocks belong to nobody."""
+        """Disjoint tables in random order; some blocks belong to nobody, and so does block 0."""
         num_used = self.NUM_REQUESTS * num_blocks
-        block_ids = self.random.sample(range(num_used + 5), num_used)
+        block_ids = self.random.sample(range(1, num_used + 6), num_used)
         return torch.tensor(block_ids, dtype=torch.int32).view(self.NUM_REQUESTS, num_blocks)
 
     def host_row(self, request: int, position: int) -> torch.Tensor:
@@ -102,16 +122,23 @@ class Simulation:
         return self.host_block_tables[request, block].item() * self.shape.block_size + offset
 
     def hot_row(self, request: int, slot: int) -> torch.Tensor:
-        block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_storage[self.hot_block_tables[request, block], offset]
+        return self.hot_storage.flatten(0, 1)[self.hot_index(request, slot) + self.shape.first_row]
 
     def hot_index(self, request: int, slot: int) -> int:
-        block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_block_tables[request, block].item() * (self.shape.rows_per_block + self.shape.gap) + offset
+        """Flat row id, which counts from the first row of the layer in block 0."""
+        block, offset = self.place(request, slot)
+        moved = self.shape.first_equal_row - self.shape.first_row if self.has_equal_rows[request] else 0
+        return block * self.shape.stride + offset * self.shape.pitch + moved
 
     def entry(self, request: int, slot: int) -> int:
-        block, offset = divmod(slot, self.shape.rows_per_block)
-        return self.hot_block_tables[request, block].item() * self.shape.rows_per_block + offset
+        block, offset = self.place(request, slot)
+        return block * max(self.shape.rows_per_block, self.shape.equal_rows) + offset
+
+    def place(self, request: int, slot: int) -> tuple[int, int]:
+        """Block of a slot, and the number of its row among the layer's in the block."""
+        is_equal = self.has_equal_rows[request]
+        index, offset = divmod(slot, self.shape.equal_rows if is_equal else self.shape.rows_per_block)
+        return self.hot_block_tables[request, index].item(), offset
 
     def resize(self, request: int, num_rows: int) -> None:
         """Give a request more hot rows, which are empty, or take its last ones."""
@@ -166,7 +193,7 @@ class Simulation:
         missed = self.check_resolved(requests, selections, newest)
         for row, request in enumerate(requests):
             for index in self.out.miss_hot_row_ids[row, : len(missed[row])].tolist():
-                block, offset = divmod(index, self.hot_storage.shape[1])
+                block, offset = divmod(index + self.shape.first_row, self.hot_storage.shape[1])
                 hot_before[block, offset] = self.hot_storage[block, offset]
             self.check_rows(request, selections[row], self.out.hot_row_ids[row].tolist())
         assert torch.equal(self.hot_storage.nan_to_num(-1), hot_before.nan_to_num(-1)), "another row changed"
@@ -183,9 +210,11 @@ class Simulation:
         assert newest[-2:].tolist() == [-1, 77]
 
     @property
-    def state_args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """Tables by state, and the size of host blocks."""
-        return self.hot_block_tables, self.num_hot_rows, self.host_block_tables, self.shape.block_size
+    def state_args(self) -> tuple[Any, ...]:
+        """Tables by state, the size of host blocks, one new token for each request, and the division of blocks."""
+        tables = self.hot_block_tables, self.num_hot_rows, self.host_block_tables
+        has_equal_rows = self.has_equal_rows if self.shape.equal_rows else None
+        return *tables, self.shape.block_size, None, 1, has_equal_rows
 
     def check_resolved(self, requests: list[int], selections: list[list[int]], newest: list[int]) -> list[list[int]]:
         all_missed = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,7 +136,7 @@ class HiSparseWorkerConnector:
         for first_hot_block_id in metadata.released:
             self.hot_buffer.release(first_hot_block_id)
         self.hot_buffer.extend_host_block_tables(metadata.host_block_tables)
-        self.hot_buffer.change_hot_block_tables(metadata.hot_block_tables)
+        self.hot_buffer.change_hot_block_tables(metadata.hot_block_tables, metadata.equal_rows)
         self.hot_buffer.requests.extend_state(metadata.state_block_tables)
         for first_hot_block_id, position in metadata.first_decodes:
             for span in self.hot_buffer.begin_decoding(first_hot_block_id, position):
@@ -358,6 +357,8 @@ def hot_buffer_shape(
         max_query_len=groups.layout.max_query_len,
         state_columns=groups.layout.state.columns(vllm_config.model_config.max_model_len),
         layer_rows=groups.layout.layer_rows,
+        places=groups.layout.row_places,
+        equal_rows=groups.layout.equal_rows,
     )
 
 
@@ -374,10 +375,14 @@ def layer_views(caches: list[torch.Tensor], layout: KVLayout) -> list[torch.Tens
     first, width = min(caches, key=torch.Tensor.data_ptr), caches[0].shape[-1]
     # NOTE: blocks may be larger than the layout's, because backends of draft layers may ask for pages of several rows.
     assert first.stride(0) * first.element_size() >= layout.device_block_bytes, "blocks are too small"
-    rows = first.as_strided((len(first), sum(layout.layer_rows) * width), (first.stride(0), 1))
-    ends = list(accumulate(layout.layer_rows))
-    parts = (rows[:, (end - num) * width : end * width] for num, end in zip(layout.layer_rows, ends, strict=True))
-    return [part.unflatten(1, (1, -1, width)) for part in parts]
+    return [
+        first.as_strided(
+            (len(first), 1, num_rows, width),
+            (first.stride(0), num_rows * place.pitch * width, place.pitch * width, 1),
+            first.storage_offset() + place.first * width,
+        )
+        for num_rows, place in zip(layout.layer_rows, layout.row_places, strict=True)
+    ]
 
 
 def _free_bytes(device: torch.device) -> int:

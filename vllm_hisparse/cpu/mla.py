@@ -170,7 +170,8 @@ class HotMLACpuImpl(HotMLAImpl, SparseMLACpuImpl):
     def _seed(self, chunk: PrefillChunk, num_tokens: int) -> None:
         row_class = self.hot_buffer.classes.of_layer[self.layer_index]
         seeds = self.hot_buffer.seeds(chunk.first_hot_block_id, num_tokens, row_class)
-        self.hot.rows[seeds.hot_row_ids[0]] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
+        row_ids = self.hot_buffer.seeded_rows(self.layer_index, seeds)[0]
+        self.hot.rows[row_ids] = take_rows(self.host_rows, self._host_row_ids(chunk, seeds.units))
         self.hot_buffer.seed(self.layer_index, seeds)
 
     def _host_row_ids(self, chunk: PrefillChunk, positions: torch.Tensor) -> torch.Tensor:

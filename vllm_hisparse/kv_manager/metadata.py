@@ -32,6 +32,8 @@ class HiSparseMetadata(KVConnectorMetadata):
         host_block_tables: request -> (index of the first block, host block ids from there on); index 0 starts a
             request.
         hot_block_tables: request -> (index of the first block, hot block ids from there on); they replace the old ones.
+        equal_rows: request -> True if its hot blocks are divided equally among layers from now on, False if they are
+            not; these requests send all of their hot blocks again.
         state_block_tables: request -> (index of the first block, state block ids from there on); all of them are new.
         restores: (host, device) blocks of device-resident KV, to copy to the device before the forward.
         saves: (device, host) blocks of device-resident KV, to save after the forward. This step fills them; with draft
@@ -52,6 +54,7 @@ class HiSparseMetadata(KVConnectorMetadata):
     preemption_saves: BlockPairs = field(default_factory=list)
     host_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     hot_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    equal_rows: dict[int, bool] = field(default_factory=dict)
     state_block_tables: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     restores: BlockPairs = field(default_factory=list)
     saves: BlockPairs = field(default_factory=list)

@@ -18,70 +18,110 @@ from vllm_hisparse.ops.kv_heads import KVHeads
 class HotRows:
     """The hot blocks of one layer as one list of rows. A row's index in the list is its flat row id.
 
-    Row `offset` of device block `block` has id `block * block_stride_rows + offset`; rows between two blocks belong to
-    other layers.
+    Row `offset` of device block `block` has id `block * block_stride_rows + offset * pitch`; other rows of a block
+    belong to other layers. Some requests may divide their blocks equally among layers
+    (`DecodeMetadata.has_equal_rows`). In their blocks, `equal_offset` is added.
 
     Attributes:
         rows: [num_rows, row elements] of any dtype, contiguous, on the device.
         rows_per_block: rows of this layer in a block.
         block_stride_rows: rows from one block to the next.
+        pitch: rows from one of the layer's rows in a block to the next.
+        equal_rows_per_block: rows of every layer in a block that is divided equally; 0: no block is.
+        equal_offset: rows from the layer's first row in a block to its first row in a block that is divided equally. It
+            may be negative, but row ids are not, because block 0 is vLLM's null block, which is no hot block.
     """
 
     rows: torch.Tensor
     rows_per_block: int
     block_stride_rows: int
+    pitch: int = 1
+    equal_rows_per_block: int = 0
+    equal_offset: int = 0
 
     @classmethod
-    def from_cache(cls, cache: torch.Tensor) -> HotRows:
+    def from_cache(cls, cache: torch.Tensor, equal_rows_per_block: int = 0, equal_offset: int = 0) -> HotRows:
         """View a layer's cache as rows.
 
         Args:
-            cache: [num_blocks, rows_per_block, row elements] with contiguous rows; the distance between two blocks is a
-                whole number of rows.
+            cache: [num_blocks, rows_per_block, row elements] with contiguous rows; the distances between two blocks and
+                between two rows are whole numbers of rows, and there is memory for the last block as a whole.
+            equal_rows_per_block, equal_offset: as in the attributes.
 
         Raises:
             AssertionError: `cache` has another memory layout.
         """
         num_blocks, rows_per_block, width = cache.shape
         stride, rest = divmod(cache.stride(0), width)
-        assert rest == 0, "the block stride is not a whole number of rows"
-        num_rows = (num_blocks - 1) * stride + rows_per_block
-        return cls(cache.as_strided((num_rows, width), (width, 1)), rows_per_block, stride)
+        has_next_row = max(rows_per_block, equal_rows_per_block) > 1
+        pitch, rest_of_rows = divmod(cache.stride(1), width) if has_next_row else (1, 0)
+        assert rest == rest_of_rows == 0, "a stride is not a whole number of rows"
+        last_row = (rows_per_block - 1) * pitch
+        if equal_rows_per_block:
+            last_row = max(last_row, equal_offset + (equal_rows_per_block - 1) * pitch)
+        rows = cache.as_strided(((num_blocks - 1) * stride + last_row + 1, width), (width, 1))
+        return cls(rows, rows_per_block, stride, pitch, equal_rows_per_block, equal_offset)
 
     @cached_property
     def native(self) -> Any:
         """The object that the CUDA kernels take, made when it is first asked for."""
-        return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows)
+        equal = self.equal_rows_per_block, self.equal_offset
+        return kernels().hot_rows(self.rows, self.rows_per_block, self.block_stride_rows, self.pitch, *equal)
 
-    def flat_row_ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    @property
+    def entries_per_block(self) -> int:
+        """Entries of a block in a `Residency` of the layer."""
+        return max(self.rows_per_block, self.equal_rows_per_block)
+
+    def division(self, has_equal_rows: torch.Tensor | None) -> tuple[int | torch.Tensor, int | torch.Tensor]:
+        """Return rows per block, and the offset of the first row, for several requests.
+
+        Args:
+            has_equal_rows: [num_requests] int32, as in `DecodeMetadata`; None: no request has equal rows.
+
+        Returns:
+            Two integers, or two [num_requests, 1] int32 tensors.
+        """
+        if has_equal_rows is None:
+            return self.rows_per_block, 0
+        is_equal = has_equal_rows[:, None] > 0
+        rows = torch.where(is_equal, self.equal_rows_per_block, self.rows_per_block)
+        return rows.int(), torch.where(is_equal, self.equal_offset, 0).int()
+
+    def flat_row_ids(
+        self, hot_block_tables: torch.Tensor, slots: torch.Tensor, has_equal_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the flat row ids of slots of several requests.
 
         Args:
             hot_block_tables: [num_requests, hot blocks per request] int32 device blocks.
             slots: [num_requests, num_slots] int64, each within the blocks of its request.
+            has_equal_rows: [num_requests] int32, as in `DecodeMetadata`; None: no request has equal rows.
 
         Returns:
             [num_requests, num_slots] int64.
         """
-        return self._ids(hot_block_tables, slots, self.block_stride_rows)
+        rows_per_block, first_row = self.division(has_equal_rows)
+        blocks = hot_block_tables.gather(1, slots // rows_per_block).long()
+        return blocks * self.block_stride_rows + first_row + slots % rows_per_block * self.pitch
 
-    def entries(self, hot_block_tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def entries(
+        self, hot_block_tables: torch.Tensor, slots: torch.Tensor, has_equal_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the entries of slots in a `Residency`; arguments and result as in `flat_row_ids`."""
-        return self._ids(hot_block_tables, slots, self.rows_per_block)
-
-    def _ids(self, hot_block_tables: torch.Tensor, slots: torch.Tensor, block_stride: int) -> torch.Tensor:
-        blocks = hot_block_tables.gather(1, slots // self.rows_per_block).long()
-        return blocks * block_stride + slots % self.rows_per_block
+        rows_per_block, _ = self.division(has_equal_rows)
+        blocks = hot_block_tables.gather(1, slots // rows_per_block).long()
+        return blocks * self.entries_per_block + slots % rows_per_block
 
 
 @dataclass(frozen=True)
 class Residency:
     """The position that each hot row of a layer holds, and its last use.
 
-    Row `offset` of device block `block` has entry `block * rows_per_block + offset`, no matter which request owns the
-    block. While a sequence fits (`SwapInOps`), position p can be in slot p only, and nothing is evicted. A reserved
-    slot counts as empty. A row that holds a rejected draft's position counts as empty until that position is computed
-    again.
+    Row `offset` of device block `block` has entry `block * entries_per_block + offset` (`HotRows`), no matter which
+    request owns the block. While a sequence fits (`SwapInOps`), position p can be in slot p only, and nothing is
+    evicted. A reserved slot counts as empty. A row that holds a rejected draft's position counts as empty until that
+    position is computed again.
 
     Attributes:
         entries: [num_entries, 2] int32. First the position, -1 for an empty row; then the last use, which is the first
@@ -131,6 +171,8 @@ class DecodeMetadata:
         query_lens: [batch] int32 new tokens of each request, from 1 to `max_query_len`, any number for padding; None:
             one each.
         max_query_len: largest number of new tokens of a request in any step.
+        has_equal_rows: [num_seqs] int32, 1 for a request whose hot blocks are divided equally among layers, 0 for other
+            ones; None: there is no such request.
     """
 
     seq_indices: torch.Tensor
@@ -142,12 +184,13 @@ class DecodeMetadata:
     block_size: int
     query_lens: torch.Tensor | None = None
     max_query_len: int = 1
+    has_equal_rows: torch.Tensor | None = None
 
     @cached_property
     def native(self) -> Any:
         """The object that the CUDA kernels take, made when it is first asked for."""
         by_request = self.seq_indices, self.first_hot_block_ids, self.seq_lens
-        by_seq = self.hot_block_tables, self.num_hot_rows, self.host_block_tables
+        by_seq = self.hot_block_tables, self.num_hot_rows, self.host_block_tables, self.has_equal_rows
         return kernels().decode_metadata(*by_request, *by_seq, self.block_size, self.query_lens, self.max_query_len)
 
     def slice_requests(self, requests: slice) -> DecodeMetadata:
@@ -403,14 +446,21 @@ class SwapInOps(ABC):
         """
 
     @abstractmethod
-    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(
+        self,
+        decode: DecodeMetadata,
+        hot_rows: HotRows,
+        out: torch.Tensor,
+        equal_offsets: torch.Tensor | None = None,
+    ) -> None:
         """Find the hot row of each new position: the slot mapping of a decode step.
 
         Args:
             decode: the requests that decode.
-            hot_rows: hot rows of any layer.
-            out: [>= batch * max_query_len] int64. The first `batch * max_query_len` become flat row ids, request by
-                request, -1 for padding.
+            hot_rows: hot rows of any of the layers, which have the same number of rows in a block.
+            out: [>= batch * max_query_len] int64, or [num_layers, >= batch * max_query_len] with `equal_offsets`. The
+                first `batch * max_query_len` of each layer become flat row ids, request by request, -1 for padding.
+            equal_offsets: [num_layers] int32 `HotRows.equal_offset` of each layer; None: ids for `hot_rows` only.
         """
 
     @abstractmethod

@@ -68,8 +68,14 @@ class CudaSwapInOps(SwapInOps):
     def compact(self, row_ids: torch.Tensor, num_valid: torch.Tensor) -> None:
         self._kernels.compact_rows(row_ids, num_valid, current_stream())
 
-    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
-        self._kernels.newest_row_ids(decode.native, hot_rows.native, out, current_stream())
+    def newest_row_ids(
+        self,
+        decode: DecodeMetadata,
+        hot_rows: HotRows,
+        out: torch.Tensor,
+        equal_offsets: torch.Tensor | None = None,
+    ) -> None:
+        self._kernels.newest_row_ids(decode.native, hot_rows.native, out, equal_offsets, current_stream())
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], decode: DecodeMetadata

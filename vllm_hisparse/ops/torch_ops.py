@@ -94,13 +94,25 @@ class TorchSwapInOps(SwapInOps):
         row_ids.copy_(row_ids.where(is_valid | ~leads, -1).gather(1, order))
         num_valid.copy_(is_valid.sum(1))
 
-    def newest_row_ids(self, decode: DecodeMetadata, hot_rows: HotRows, out: torch.Tensor) -> None:
+    def newest_row_ids(
+        self,
+        decode: DecodeMetadata,
+        hot_rows: HotRows,
+        out: torch.Tensor,
+        equal_offsets: torch.Tensor | None = None,
+    ) -> None:
         batch = len(decode.seq_lens)
         live, seqs = _live_requests(decode, batch)
         row_ids = _newest_row_ids(decode, live, seqs, hot_rows)
-        by_request = out[: batch * decode.max_query_len].view(batch, decode.max_query_len)
-        by_request[:] = -1
-        by_request[live] = row_ids.where(row_ids < len(hot_rows.rows), -1)
+        row_ids = row_ids.where(row_ids < len(hot_rows.rows), -1)
+        by_layer = out[None] if equal_offsets is None else out
+        by_layer[:, : batch * decode.max_query_len] = -1
+        by_request = by_layer[:, : batch * decode.max_query_len].unflatten(1, (batch, decode.max_query_len))
+        by_request[:, live] = row_ids
+        if equal_offsets is not None and decode.has_equal_rows is not None:
+            moves = (decode.has_equal_rows[seqs, None] > 0) & (row_ids >= 0)
+            distances = equal_offsets - hot_rows.equal_offset
+            by_request[:, live] += torch.where(moves, distances[:, None, None], 0)
 
     def write_back(
         self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor], decode: DecodeMetadata
@@ -248,7 +260,8 @@ class _Buffers(NamedTuple):
         """Make the buffers of the requests with these batch indices and sequence indices, [n] int64 each."""
         num_rows = decode.num_hot_rows[seqs]
         slots = torch.arange(int(num_rows.max()), device=seqs.device).expand(len(seqs), -1)
-        entries = hot_rows.entries(decode.hot_block_tables[seqs], slots.clamp_max(num_rows[:, None] - 1))
+        tables, is_equal = decode.hot_block_tables[seqs], _has_equal_rows(decode, seqs)
+        entries = hot_rows.entries(tables, slots.clamp_max(num_rows[:, None] - 1), is_equal)
         num_slots = num_rows[:, None] - decode.max_query_len
         return cls(entries, num_slots, _first_new(decode, live)[:, None], _new_positions(decode, live))
 
@@ -398,8 +411,7 @@ def _write_resolved(
         selected: [n, columns] int32 positions.
         choice: slots that were chosen for the requests.
     """
-    blocks = hot_rows.rows_per_block, hot_rows.block_stride_rows
-    hot_ids = _flat_row_ids(decode.hot_block_tables[seqs], choice.slots, *blocks)
+    hot_ids = _flat_hot_row_ids(decode, seqs, hot_rows, choice.slots)
     host_ids = _flat_row_ids(decode.host_block_tables[seqs], selected.where(choice.missed, -1), decode.block_size)
     by_token = choice.slots.unflatten(1, (decode.max_query_len, -1))
     columns = torch.arange(1, by_token.shape[2] + 1, dtype=torch.int32, device=selected.device)
@@ -433,21 +445,48 @@ def _first_columns(selected: torch.Tensor, wanted: torch.Tensor, num_positions: 
     return table.where(table < num_columns, -1)
 
 
+def _has_equal_rows(decode: DecodeMetadata, seqs: torch.Tensor) -> torch.Tensor | None:
+    """Tell for sequences, [n] int64, whether their hot blocks are divided equally: [n] int32; None: no one's are."""
+    return None if decode.has_equal_rows is None else decode.has_equal_rows[seqs]
+
+
+def _flat_hot_row_ids(
+    decode: DecodeMetadata, seqs: torch.Tensor, hot_rows: HotRows, slots: torch.Tensor
+) -> torch.Tensor:
+    """Flat ids of the hot rows of slots: [n, slots] int64, -1 where the slot is -1.
+
+    Args:
+        decode: the requests that decode.
+        seqs: [n] int64 sequence indices.
+        hot_rows: hot rows of the layer.
+        slots: [n, slots] ints, or -1.
+    """
+    rows_per_block, first_row = hot_rows.division(_has_equal_rows(decode, seqs))
+    strides = hot_rows.block_stride_rows, hot_rows.pitch
+    ids = _flat_row_ids(decode.hot_block_tables[seqs], slots, rows_per_block, *strides)
+    return (ids + first_row).where(ids >= 0, -1)
+
+
 def _flat_row_ids(
-    tables: torch.Tensor, rows: torch.Tensor, rows_per_block: int, stride: int | None = None
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    rows_per_block: int | torch.Tensor,
+    stride: int | None = None,
+    pitch: int = 1,
 ) -> torch.Tensor:
     """Flat ids of rows of paged tables: [n, rows] int64, -1 where the row or its block is -1.
 
     Args:
         tables: [n, blocks] int32 block ids, or -1.
         rows: [n, rows] or [1, rows] ints, row numbers within a table, or -1.
-        rows_per_block: rows of a block.
+        rows_per_block: rows of a block; with a stride, perhaps [n, 1] ints.
         stride: rows from one block to the next; None: blocks lie side by side.
+        pitch: rows from one row of a block to the next.
     """
     blocks = rows.div(rows_per_block, rounding_mode="floor").long()
     known = (rows >= 0) & (blocks < tables.shape[1])
     block_ids = tables.gather(1, blocks.where(known, 0)).long()
-    flat = block_ids * (stride or rows_per_block) + rows % rows_per_block
+    flat = block_ids * (rows_per_block if stride is None else stride) + rows % rows_per_block * pitch
     return flat.where(known & (block_ids >= 0), -1)
 
 
@@ -462,7 +501,7 @@ def _newest_row_ids(decode: DecodeMetadata, live: torch.Tensor, seqs: torch.Tens
     first_reserved = decode.num_hot_rows[seqs][:, None] - decode.max_query_len
     moved = positions + (first_reserved - first_new) * ~_fits(decode, live, seqs)[:, None]
     slots = moved.where(positions >= 0, -1)
-    return _flat_row_ids(decode.hot_block_tables[seqs], slots, hot_rows.rows_per_block, hot_rows.block_stride_rows)
+    return _flat_hot_row_ids(decode, seqs, hot_rows, slots)
 
 
 def _copy_rows(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:

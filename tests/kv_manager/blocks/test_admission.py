@@ -211,12 +211,12 @@ def test_reports_without_a_curve_or_steps_are_no_measurement() -> None:
     assert control.num_missing_predictions == 0
 
 
-def test_requests_miss_rows_until_the_layer_with_the_fewest_rows_holds_them() -> None:
+def test_requests_miss_rows_until_equal_rows_hold_them() -> None:
     """A mean layer has more rows than a request has tokens."""
     equal, tokens = hot_spec(), 10_000
     shares = tuple((share, 1) for share in (2.0, *[0.5, 0.75] * 30))
-    spec = replace(equal, layout=replace(equal.layout, row_shares=shares))
-    num_blocks = spec.num_request_blocks(tokens, is_whole=True) - 100
+    spec = replace(equal, layout=replace(equal.layout, row_shares=shares, narrow_key_bytes=68))
+    num_blocks = spec.num_request_blocks(tokens, is_whole=True) - 20
     control, demand = AdmissionControl(2048, 656, 100, 1), Demand.of(spec, [tokens], num_blocks)
     assert tokens < demand.rows_with(np.ones(1))[0, 0] < np.inf
     control.measured(Usage(0, 0, 0, {0: tuple(1 / size for size in SIZES)}), demand)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
+from vllm_hisparse.layout import RowPlace
 from vllm_hisparse.ops.base import HotRows, Resolved
 
 NUM_REQUESTS, MAX_BATCH, NUM_SLOTS, NUM_LAYERS, MAX_BLOCKS = 4, 5, 6, 2, 9
@@ -260,6 +261,56 @@ def test_a_step_may_be_padded_beyond_the_number_of_requests() -> None:
     first_hot_block_ids = (*range(NUM_REQUESTS), NUM_DEVICE_BLOCKS - 1)  # the last is padding
     resolved = decode(buffer, 0, *((first_hot_block_id, 3, [0, 2]) for first_hot_block_id in first_hot_block_ids))
     assert resolved.num_misses.tolist() == [2] * NUM_REQUESTS + [0]
+
+
+def test_a_request_that_is_hot_as_a_whole_divides_its_blocks_equally() -> None:
+    """Requests 40 and 45 have two blocks each, with 10 and 4 rows of the layers, or 7 of each."""
+    layer_rows, equal_rows, stride = (10, 4), 7, 14
+    places = RowPlace(0), RowPlace(10, equal_offset=-3)
+    shape = replace(SHAPE, layer_rows=layer_rows, places=places, equal_rows=equal_rows)
+    buffer, host = MLAHotBuffer(shape, torch.device("cpu")), torch.arange(72.0)[:, None]
+    caches = torch.full((NUM_DEVICE_BLOCKS * stride, 1), float("nan")).view(-1, stride, 1)
+    for place, rows in zip(places, layer_rows, strict=True):
+        cache = caches[:, place.first : place.first + rows]
+        buffer.add_layer(HotRows.from_cache(cache, equal_rows, place.equal_offset), host.clone())
+    start(buffer, 40, list(range(9)))
+    start(buffer, 45, list(range(9, 18)))
+    buffer.change_hot_block_tables({40: (0, [40, 50])}, {40: True})
+    buffer.change_hot_block_tables({45: (1, [51])})
+    num_rows = buffer.requests.num_hot_rows
+    assert [num_rows[:, index_of(buffer, each)].tolist() for each in (40, 45)] == [[14, 14], [20, 8]]
+    for layer in range(NUM_LAYERS):
+        for first_hot_block_id in (40, 45):
+            seeds = buffer.seeds(tensor(first_hot_block_id), 12, layer)
+            buffer.seed(layer, seeds)
+            row_ids = buffer.seeded_rows(layer, seeds)[0]
+            buffer.layers[layer].hot.rows[row_ids] = seeds.units[:, None] + 0.5 * (first_hot_block_id == 45)
+        width = buffer.classes.entries_per_block[layer]
+        held = buffer.residency[layer].positions.view(-1, width)[[40, 50], :equal_rows].flatten().tolist()
+        assert held == [*range(12), -1, -1]
+        found = decode(buffer, layer, (40, 12, [12, 2, 11, 6]), (45, 12, [12, 2, 11, 6]))
+        assert found.num_misses.tolist()[:2] == [0, int(layer == 1)]
+        rows = buffer.layers[layer].hot.rows[found.hot_row_ids[:2].long()][..., 0]
+        assert rows[0, 1:].tolist() == [2, 11, 6] and rows[1, 2:].tolist() == [11.5, 6.5]
+    in_blocks = caches[[40, 50]].view(2, 2, equal_rows)
+    for layer in range(NUM_LAYERS):
+        assert in_blocks[:, layer].flatten()[:12].tolist() == list(range(12)), "7 rows of each layer, side by side"
+    buffer.step.begin(0)
+    newest = [buffer.step.newest_rows_of(layer)[:2].tolist() for layer in range(NUM_LAYERS)]
+    assert newest == [[50 * stride + 5, 51 * stride + 2], [50 * stride + 5 - 3, 51 * stride + 3]]
+    for layer, rows in enumerate(newest):
+        buffer.layers[layer].hot.rows[rows] = torch.tensor([[100.0 + layer], [200.0 + layer]])
+        buffer.step.finish(layer)
+    assert [layer.host[[12, 9 * 4 + 12]].flatten().tolist() for layer in buffer.layers] == [[100, 200], [101, 201]]
+    buffer.change_hot_block_tables({40: (0, [40, 50])}, {40: False})
+    assert num_rows[:, index_of(buffer, 40)].tolist() == [20, 8]
+    for layer in range(NUM_LAYERS):
+        held = buffer.residency[layer].positions.view(-1, buffer.classes.entries_per_block[layer])[[40, 50]]
+        assert (held == -1).all(), "rows are left of the other division"
+    buffer.check_integrity()
+    buffer.release(40)
+    start(buffer, 40, list(range(9)))
+    assert num_rows[:, index_of(buffer, 40)].tolist() == [10, 4], "a new request has inherited the division"
 
 
 def test_layers_with_different_numbers_of_rows_decode_and_seed_by_their_own_numbers() -> None:

@@ -127,10 +127,13 @@ class HotMLAImpl:
             hot_buffer: hot buffer shared by all layers.
             layer_index: index of this layer in the hot buffer.
             host_rows: [num_host_blocks, block_size, row elements].
-            cache: [num_device_blocks, 1, rows per hot block, row elements].
+            cache: [num_device_blocks, 1, rows of the layer in a hot block, row elements]; strides are whole numbers of
+                rows, as in `HotRows.from_cache`.
         """
         self.hot_buffer, self.layer_index = hot_buffer, layer_index
-        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1))
+        classes = hot_buffer.classes
+        equal_rows = (classes.equal_rows, classes.equal_offsets[layer_index]) if classes.equal_rows else ()
+        self.host_rows, self.hot = host_rows.flatten(0, 1), HotRows.from_cache(cache.squeeze(1), *equal_rows)
         hot_buffer.add_layer(self.hot, self.host_rows)
         self.swap_in = hot_buffer.swap_in_of(layer_index)
 

@@ -40,7 +40,8 @@ class Demand:
         rows: [n] float64 hot rows that it always has.
         num_blocks: blocks of the device.
         rows_per_block: hot rows of a mean layer in a block.
-        fewest_rows: hot rows in a block of the layer that has the fewest.
+        whole_rows_per_block: hot rows in a block of the layer that has the fewest, for a request that is hot as a
+            whole.
     """
 
     num_requests: int
@@ -50,7 +51,7 @@ class Demand:
     rows: np.ndarray
     num_blocks: int
     rows_per_block: float
-    fewest_rows: int
+    whole_rows_per_block: int
 
     @classmethod
     def of(cls, spec: HotBufferSpec, lengths: Sequence[int], num_blocks: int) -> Demand:
@@ -68,7 +69,7 @@ class Demand:
         whole = np.array([spec.num_request_blocks(length, is_whole=True) for length in sample], np.float64)
         rows = np.array([spec.num_blocks(length) for length in sample], np.float64) * spec.layout.mean_rows
         sizes = np.array(sample, np.float64), least, whole - least, rows
-        return cls(len(lengths), *sizes, num_blocks, spec.layout.mean_rows, spec.layout.fewest_rows)
+        return cls(len(lengths), *sizes, num_blocks, spec.layout.mean_rows, spec.layout.whole_rows)
 
     @property
     def most(self) -> int:
@@ -83,7 +84,7 @@ class Demand:
     @property
     def whole_rows(self) -> np.ndarray:
         """Hot rows of a mean layer with which each request is hot as a whole: [n] float64."""
-        return self.tokens * self.rows_per_block / self.fewest_rows
+        return self.tokens * self.rows_per_block / self.whole_rows_per_block
 
     def rows_with(self, numbers: np.ndarray) -> np.ndarray:
         """Divide the memory like `lending.divide`, for other numbers of requests of the same lengths.

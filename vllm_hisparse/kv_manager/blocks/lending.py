@@ -140,7 +140,7 @@ class BlockNeeds:
             is_complete: True if the request gets no more hot blocks of its own.
         """
         layout = self.spec.layout
-        num_hot = 0 if is_complete else -(-layout.block_size // layout.fewest_rows)
+        num_hot = 0 if is_complete else -(-layout.block_size // layout.whole_rows)
         return layout.num_blocks(num_tokens) * (num_hot + layout.has_resident_kv) + layout.state.num_blocks(num_tokens)
 
 

@@ -53,6 +53,7 @@ class AdmittedRequest:
         next_event: number of tokens at which the next block becomes full or begins.
         num_sent_blocks: host blocks that the worker knows; 0 while the worker does not know the request.
         sent_hot_ids, sent_state_ids: ids of the hot blocks and state blocks that the worker knows.
+        sent_equal_rows: True if the worker divides its hot blocks equally among layers.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
         num_published_blocks: leading blocks that the host prefix cache knows.
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
@@ -70,6 +71,7 @@ class AdmittedRequest:
     num_sent_blocks: int = 0
     sent_hot_ids: list[int] = field(default_factory=list)
     sent_state_ids: list[int] = field(default_factory=list)
+    sent_equal_rows: bool = False
     num_saved_blocks: int = 0
     num_published_blocks: int = 0
     unsaved_blocks: dict[int, int] = field(default_factory=dict)
@@ -94,7 +96,8 @@ class AdmittedRequest:
 
     def forget_sent(self) -> None:
         """Record that the worker forgets the request."""
-        self.num_sent_blocks, self.sent_hot_ids, self.sent_state_ids, self.is_decoding = 0, [], [], False
+        self.num_sent_blocks, self.sent_hot_ids, self.sent_state_ids = 0, [], []
+        self.sent_equal_rows = self.is_decoding = False
 
 
 class RequestTracker:
@@ -634,6 +637,10 @@ class RequestTracker:
             self._add_changes(metadata, self.requests[request_id], num_scheduled[request_id])
         for request_id in self._idle(num_scheduled):
             self._drop_worker_state(request_id)
+        for request_id in num_scheduled if self.layout.equal_rows else ():
+            admitted = self.admitted[request_id]
+            if self._divides_equally(request_id, admitted) != admitted.sent_equal_rows:
+                self._tables_changed[request_id] = None
         self._add_table_changes(metadata)
         for request_id, num_tokens in num_scheduled.items() if self.is_dense else ():
             admitted, first = self.admitted[request_id], self.requests[request_id].num_computed_tokens
@@ -686,6 +693,10 @@ class RequestTracker:
             if not admitted.num_sent_blocks:
                 continue
             hot_ids = [block.block_id for block in self.hot_blocks(request_id)]
+            has_equal_rows = self._divides_equally(request_id, admitted)
+            if has_equal_rows != admitted.sent_equal_rows:
+                metadata.equal_rows[admitted.first_hot_block_id] = admitted.sent_equal_rows = has_equal_rows
+                admitted.sent_hot_ids = []
             state_ids = [block.block_id for block in admitted.state]
             for table, new, old in (
                 (metadata.hot_block_tables, hot_ids, admitted.sent_hot_ids),
@@ -695,6 +706,20 @@ class RequestTracker:
                     first = _first_difference(new, old)
                     table[admitted.first_hot_block_id] = first, new[first:]
             admitted.sent_hot_ids, admitted.sent_state_ids = hot_ids, state_ids
+
+    def _divides_equally(self, request_id: str, admitted: AdmittedRequest) -> bool:
+        """Decide whether a request's hot blocks are divided equally among layers: whether it is hot as a whole then.
+
+        NOTE: a change empties its hot rows, so it becomes hot as a whole only if it stays so for some steps. A request
+        that does not have all of its own hot blocks yet always fits, and in other divisions layers would lack rows.
+        """
+        if not self.layout.equal_rows:
+            return False
+        keeps_rows = admitted.sent_equal_rows or not admitted.sent_hot_ids
+        num_soon = 0 if keeps_rows else STEPS_PER_BALANCE * self.layout.max_query_len
+        num_blocks = len(self._own_hot_blocks[request_id]) + len(admitted.lent)
+        num_tokens = min(admitted.num_tokens + num_soon, max(self.max_model_len, admitted.num_tokens))
+        return self.layout.fits_with_equal_rows(num_blocks, num_tokens)
 
     def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
         """Choose the requests that the worker forgets, so that it has room for every request of this step.

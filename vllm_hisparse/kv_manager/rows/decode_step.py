@@ -180,6 +180,7 @@ class DecodeStep(ABC):
                 shape.block_size,
                 query_lens,
                 shape.max_query_len,
+                requests.has_equal_rows,
             )
             for num_hot_rows in requests.num_hot_rows.unbind()
         )
@@ -189,22 +190,33 @@ class MLADecodeStep(DecodeStep):
     """A step of a DSA model: new rows are written to `newest_row_ids`, and copied to the host after the last layer.
 
     Attributes:
-        newest_row_ids: [row classes, max_batch * max_query_len] int64 flat hot row of each new position in the layers
-            of each class, request by request, -1 for padding.
+        newest_row_ids: [n, max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1
+            for padding. Layers of a class share them, n being the number of classes, unless requests may have equal
+            rows; then n is the number of layers, in the order of their classes.
     """
 
     def __init__(
         self, requests: RequestTable, layers: list[LayerRows], ops: SwapInOps, shape: StepShape, device: torch.device
     ):
         super().__init__(requests, layers, ops, shape, device)
-        num_rows = shape.max_batch * shape.max_query_len
-        shape_of_ids = len(requests.classes), num_rows
-        self.newest_row_ids = torch.full(shape_of_ids, -1, dtype=torch.int64, device=device)
-        self._newest_by_class = self.newest_row_ids.unbind()
+        num_rows, classes = shape.max_batch * shape.max_query_len, requests.classes
+        num_lists = len(classes.of_layer) if classes.equal_rows else len(classes)
+        self.newest_row_ids = torch.full((num_lists, num_rows), -1, dtype=torch.int64, device=device)
+        if not classes.equal_rows:
+            self._newest_by_class = [(ids, None) for ids in self.newest_row_ids.unbind()]
+            self._newest_by_layer = [self._newest_by_class[each][0] for each in classes.of_layer]
+            return
+        offsets = torch.tensor(classes.equal_offsets, dtype=torch.int32)
+        lists = self.newest_row_ids.split([len(layers) for layers in classes.layers])
+        self._newest_by_class = [
+            (ids, offsets[list(layers)].to(device)) for ids, layers in zip(lists, classes.layers, strict=True)
+        ]
+        order = [layer for layers in classes.layers for layer in layers]
+        self._newest_by_layer = [self.newest_row_ids[order.index(layer)] for layer in range(len(order))]
 
     def newest_rows_of(self, layer_index: int) -> torch.Tensor:
         """`newest_row_ids` in a layer: [max_batch * max_query_len] int64."""
-        return self._newest_by_class[self.requests.classes.of_layer[layer_index]]
+        return self._newest_by_layer[layer_index]
 
     def join_selections(self, selected_positions: torch.Tensor) -> torch.Tensor:
         """Turn selections of a step's tokens, [tokens, num_selected] int32, into the form that a `SwapIn` takes:
@@ -220,8 +232,8 @@ class MLADecodeStep(DecodeStep):
 
     def _begin(self) -> None:
         classes = self.requests.classes.layers
-        for decode, out, (first, *_) in zip(self.by_class, self._newest_by_class, classes, strict=True):
-            self.ops.newest_row_ids(decode, self.layers[first].hot, out)
+        for decode, (out, offsets), (first, *_) in zip(self.by_class, self._newest_by_class, classes, strict=True):
+            self.ops.newest_row_ids(decode, self.layers[first].hot, out, offsets)
 
     def _finish(self) -> None:
         for decode, indices in zip(self.by_class, self.requests.classes.layers, strict=True):

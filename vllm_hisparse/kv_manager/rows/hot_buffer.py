@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -15,6 +16,7 @@ from vllm_hisparse.kv_manager.rows.request_table import BlockTableChanges, HotBl
 from vllm_hisparse.kv_manager.rows.residency_table import ResidencyTable
 from vllm_hisparse.kv_manager.rows.row_classes import RowClasses
 from vllm_hisparse.kv_manager.rows.swap_in import SwapIn
+from vllm_hisparse.layout import RowPlace
 from vllm_hisparse.ops.base import HotRows, SwapInOps
 from vllm_hisparse.ops.kv_heads import KVHeads
 from vllm_hisparse.ops.registry import swap_in_ops
@@ -40,6 +42,8 @@ class HotBufferShape:
         max_query_len: tokens that a decoding request computes in a step: one and its drafts.
         state_columns: as in `RequestTable`.
         layer_rows: hot rows of each layer in a device block; (): `rows_per_hot_block`.
+        places: place of each layer's rows in a device block, as in `RowClasses.of`.
+        equal_rows: hot rows of each layer in a device block of a request that is hot as a whole; 0: as for others.
     """
 
     num_requests: int
@@ -54,11 +58,14 @@ class HotBufferShape:
     max_query_len: int = 1
     state_columns: Sequence[int] = ()
     layer_rows: tuple[int, ...] = ()
+    places: tuple[RowPlace, ...] = ()
+    equal_rows: int = 0
 
     @cached_property
     def classes(self) -> RowClasses:
         """The layers by their hot rows in a device block."""
-        return RowClasses.of(self.layer_rows or [self.rows_per_hot_block] * self.num_layers)
+        layer_rows = self.layer_rows or [self.rows_per_hot_block] * self.num_layers
+        return RowClasses.of(layer_rows, self.equal_rows, self.places)
 
     @property
     def fewest_rows(self) -> int:
@@ -68,7 +75,7 @@ class HotBufferShape:
     def holds_all(self, num_requests: int) -> bool:
         """Return True if `num_requests` of the longest sequences can all be hot as a whole."""
         longest = self.max_blocks * self.block_size
-        return num_requests * longest <= self.num_device_blocks * self.fewest_rows
+        return num_requests * longest <= self.num_device_blocks * (self.equal_rows or self.fewest_rows)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,9 @@ class Seeds:
     Attributes:
         seq_indices: [num_heads] int64 sequence indices.
         first, last: the units, half-open.
-        hot_row_ids: [num_heads, last - first] int64 flat hot row of each unit.
+        hot_row_ids: [num_heads, last - first] int64 flat hot row of each unit in the first layer of the row class.
+        moves: [num_heads, last - first] bool, True where the hot row is `HotRows.equal_offset` from its place in blocks
+            that are not divided equally; None: nowhere.
         entries: [num_heads, last - first] int64 entry of each unit in a residency.
         held: [num_heads, last - first] int32 unit that each entry holds from now on; -1 if there is no slot for it.
         stale_entries: [num_heads, n] int64 entries of hot rows that become empty.
@@ -88,6 +97,7 @@ class Seeds:
     first: int
     last: int
     hot_row_ids: torch.Tensor
+    moves: torch.Tensor | None
     entries: torch.Tensor
     held: torch.Tensor
     stale_entries: torch.Tensor
@@ -137,8 +147,8 @@ class HotBuffer(ABC):
         self.table, self.residency, self.selects = table, table.layers, list(selects)
         device = self.device
         self.ops = ops or swap_in_ops(device)
-        rows_per_block, of_layer = shape.classes.rows_per_block, shape.classes.of_layer
-        self.classes = RowClasses(tuple(rows // heads.tokens_per_unit for rows in rows_per_block), of_layer)
+        units_per_block = tuple(rows // heads.tokens_per_unit for rows in shape.classes.rows_per_block)
+        self.classes = replace(shape.classes, rows_per_block=units_per_block)
         blocks = shape.max_blocks, shape.max_hot_blocks, self.classes, shape.num_device_blocks
         self.requests = RequestTable(shape.num_requests, *blocks, heads, device, shape.state_columns)
         self.layers: list[LayerRows] = []
@@ -174,14 +184,22 @@ class HotBuffer(ABC):
                 self._start(self.requests.add(first_hot_block_id))
         self.requests.extend(changes)
 
-    def change_hot_block_tables(self, changes: BlockTableChanges) -> None:
+    def change_hot_block_tables(
+        self, changes: BlockTableChanges, equal_rows: Mapping[int, bool] = MappingProxyType({})
+    ) -> None:
         """Set requests' hot blocks. Rows of blocks that a request did not have before become empty.
+
+        All rows of a request become empty if its blocks are divided in another way than before.
 
         So do the rows of the last step of a request whose blocks have moved: the next step may compute these positions
         again, because drafts were rejected or a session's turn drops tokens; and the last units may be partial.
+
+        Args:
+            changes: first hot block id -> change, as in `RequestTable.change_hot`.
+            equal_rows: requests whose blocks are divided in another way, as in `RequestTable.change_hot`.
         """
         if changes:
-            self._change_hot_blocks(self.requests.change_hot(changes))
+            self._change_hot_blocks(self.requests.change_hot(changes, equal_rows))
 
     def _change_hot_blocks(self, changed: HotBlockChanges) -> None:
         """Make the rows empty that `change_hot_block_tables` says, after the change of the tables."""
@@ -231,9 +249,10 @@ class HotBuffer(ABC):
         """
         hot, num_new = self.layers[self.classes.layers[row_class][0]].hot, self.shape.max_query_len
         last_unit, most_blocks = num_tokens // self.heads.tokens_per_unit, int(self.requests.num_hot_blocks.max())
-        first_unit = max(last_unit - max(most_blocks * hot.rows_per_block - num_new, 0), 0)
+        first_unit = max(last_unit - max(most_blocks * hot.entries_per_block - num_new, 0), 0)
         seqs = self.requests.find_seqs(first_hot_block_id)
-        tables = self.requests.hot_block_tables[seqs]
+        tables, has_equal_rows = self.requests.hot_block_tables[seqs], self.requests.has_equal_rows
+        is_equal = None if has_equal_rows is None else has_equal_rows[seqs]
         num_rows = self.requests.num_hot_rows[row_class][seqs, None].long()
         num_slots = (num_rows - num_new).clamp_min(1)
         units = torch.arange(first_unit, last_unit, device=first_hot_block_id.device)
@@ -245,11 +264,25 @@ class HotBuffer(ABC):
             seqs,
             first_unit,
             last_unit,
-            hot.flat_row_ids(tables, slots).where(is_kept, 0),
-            hot.entries(tables, slots).where(is_kept, 0),
+            hot.flat_row_ids(tables, slots, is_equal).where(is_kept, 0),
+            None if is_equal is None else is_kept & (is_equal[:, None] > 0),
+            hot.entries(tables, slots, is_equal).where(is_kept, 0),
             units.where(is_kept, -1).int(),
-            hot.entries(tables, reserved).where(~fits, 0),
+            hot.entries(tables, reserved, is_equal).where(~fits, 0),
         )
+
+    def seeded_rows(self, layer_index: int, seeds: Seeds) -> torch.Tensor:
+        """Return the flat hot row of each seed in a layer: [num_heads, units] int64.
+
+        Args:
+            layer_index: index of the layer.
+            seeds: result of `seeds` for the layer's row class.
+        """
+        if seeds.moves is None:
+            return seeds.hot_row_ids
+        first = self.classes.layers[self.classes.of_layer[layer_index]][0]
+        distance = self.classes.equal_offsets[layer_index] - self.classes.equal_offsets[first]
+        return seeds.hot_row_ids + distance * seeds.moves
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:
         """Record seeds whose rows have been written. Later units count as used later.

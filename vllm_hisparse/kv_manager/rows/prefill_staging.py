@@ -171,7 +171,7 @@ class PrefillStaging:
         hot, row_class = self.hot_buffer.layers[layer_index].hot, self.hot_buffer.classes.of_layer[layer_index]
         seeds = plan.seeds[row_class]
         staged = self.cache.view(-1, hot.rows.shape[1])[plan.staged_seeds[row_class].flatten()]
-        hot.rows.index_copy_(0, seeds.hot_row_ids.flatten(), staged)
+        hot.rows.index_copy_(0, self.hot_buffer.seeded_rows(layer_index, seeds).flatten(), staged)
         self.hot_buffer.seed(layer_index, seeds)
 
     def _rows_of(self, request: PrefillRequest, first: int, last: int) -> torch.Tensor:

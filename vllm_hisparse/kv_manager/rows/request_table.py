@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ class RequestTable:
             and the entries for no request, name the null block.
         num_hot_rows: [row classes, num_seqs + 1] int32 rows of these parts in a layer of each class.
         num_hot_blocks: [num_requests] int64 hot blocks of each request, on the host.
+        has_equal_rows: [num_seqs + 1] int32, as in `DecodeMetadata`; None: no request can have equal rows.
         state_block_tables: [num_requests + 1, len(state_columns)] int32 device blocks with an algorithm's state.
             Entries beyond a request's blocks, and the entries for no request, name the null block.
         host_block_tables: [num_seqs + 1, max_blocks] int32 parts of host blocks, -1 beyond a request's blocks. Steps
@@ -86,6 +88,10 @@ class RequestTable:
         self.num_hot_blocks = np.zeros(num_requests, np.int64)
         self.state_block_tables = torch.zeros((num_requests + 1, len(state_columns)), dtype=torch.int32, device=device)
         self._state_columns = torch.tensor(state_columns, dtype=torch.int64)
+        self.has_equal_rows: torch.Tensor | None = None
+        if classes.equal_rows:
+            self.has_equal_rows = torch.zeros(self.num_seqs + 1, dtype=torch.int32, device=device)
+        self._has_equal_rows = np.zeros(num_requests, np.bool_)  # on the host
         self._rows_per_hot_block = np.array(classes.rows_per_block)[:, None]
         self.num_hot_rows[:, -1:] = torch.from_numpy(max_hot_blocks * self._rows_per_hot_block)
         # Ids of hot blocks, on the host; those beyond `num_hot_blocks` have no meaning.
@@ -125,21 +131,34 @@ class RequestTable:
             places = indices * self.state_block_tables.shape[1] + self._state_columns[columns]
             self._write(self.state_block_tables, places, block_ids)
 
-    def change_hot(self, changes: BlockTableChanges) -> HotBlockChanges:
+    def change_hot(
+        self, changes: BlockTableChanges, equal_rows: Mapping[int, bool] = MappingProxyType({})
+    ) -> HotBlockChanges:
         """Set requests' hot blocks, in one copy to the device.
+
+        Args:
+            changes: first hot block id -> change.
+            equal_rows: first hot block id -> True if the request's hot blocks are divided equally among layers from now
+                on, False if they are not; these requests are in `changes` with all of their blocks, and all of these
+                count as added. Other requests' blocks are divided as before; a new request's are not divided equally.
 
         Raises:
             KeyError: no such request runs.
             ValueError: a change begins behind the end of a request's blocks.
         """
         indices = np.fromiter(map(self.index_of, changes), np.int64, len(changes))
+        is_divided_anew = np.zeros(self.num_requests, np.bool_)
+        for first_hot_block_id, is_equal in equal_rows.items():
+            index = self.index_of(first_hot_block_id)
+            assert changes[first_hot_block_id][0] == 0, "blocks that are divided anew are not sent again"
+            self._has_equal_rows[index], is_divided_anew[index] = is_equal, True
         firsts, lengths, block_ids = _flatten(changes.values())
         earlier, later = self.num_hot_blocks[indices], firsts + lengths
         rows, columns = _spread(indices, firsts, lengths)
         # Blocks from the first changed one on, before the change. Earlier blocks stay, and a request has a block once.
         former_rows, former_columns = _spread(indices, firsts, earlier - firsts)
         former_ids = self._hot_blocks[former_rows, former_columns]
-        self._former_owners[former_ids] = former_rows
+        self._former_owners[former_ids] = np.where(is_divided_anew[former_rows], -1, former_rows)
         added_ids = block_ids[self._former_owners[block_ids] != rows]
         self._former_owners[former_ids] = -1
         self._hot_blocks[rows, columns] = block_ids
@@ -151,20 +170,30 @@ class RequestTable:
         places = self._places_by_head(self.hot_block_tables, *map(torch.from_numpy, (set_rows, set_columns)))
         parts = self.heads.parts_of(torch.from_numpy(set_ids)).t()
         seqs = self.heads.seq_indices(torch.from_numpy(indices))
-        num_rows = torch.from_numpy(later * self._rows_per_hot_block).repeat_interleave(self.heads.num_heads, 1)
+        is_equal = self._has_equal_rows[indices]
+        rows_per_block = np.where(is_equal, self.classes.equal_rows, self._rows_per_hot_block)
+        num_rows = torch.from_numpy(later * rows_per_block).repeat_interleave(self.heads.num_heads, 1)
         has_moved = firsts < earlier
         num_blocks = later[has_moved]
         num_classes = len(self.classes)
         of_moved = np.full((2 + num_classes, len(num_blocks)), -1)
         of_moved[:2] = indices[has_moved] * self.heads.num_heads, num_blocks
-        changed = self._upload(places, parts, seqs, num_rows, torch.from_numpy(added_ids), torch.from_numpy(of_moved))
-        places, parts, seqs, num_rows, added, moved_values = changed
+        of_seqs = torch.from_numpy(is_equal.astype(np.int64)).repeat_interleave(self.heads.num_heads)
+        of_blocks = torch.from_numpy(added_ids), torch.from_numpy(of_moved)
+        changed = self._upload(places, parts, seqs, num_rows, of_seqs, *of_blocks)
+        places, parts, seqs, num_rows, of_seqs, added, moved_values = changed
         self.hot_block_tables.view(-1).index_copy_(0, places, parts.int())
         self.num_hot_rows.index_copy_(1, seqs, num_rows.view(num_classes, -1).int())
+        if self.has_equal_rows is not None:
+            self.has_equal_rows.index_copy_(0, seqs, of_seqs.int())
         moved_seqs, num_left, *latest = moved_values.view(2 + num_classes, -1)
         most_blocks = int(num_blocks.max(initial=0))
         moved = tuple(MovedRequests(moved_seqs, num_left, each, most_blocks) for each in latest)
         return HotBlockChanges(seqs, added, moved)
+
+    def divides_equally(self, index: int) -> bool:
+        """Return True if a request's hot blocks are divided equally among layers."""
+        return bool(self._has_equal_rows[index])
 
     def hot_blocks_of(self, index: int) -> np.ndarray:
         """Hot block ids of a request: [n] int64."""
@@ -182,6 +211,7 @@ class RequestTable:
         self.hot_block_tables[self.heads.seqs(index)] = self.num_hot_rows[:, self.heads.seqs(index)] = 0
         self.state_block_tables[index] = NULL_BLOCK
         self.num_hot_blocks[index] = 0
+        self._has_equal_rows[index] = False
         self._free_indices.append(index)
         return index
 

@@ -48,7 +48,7 @@ class ResidencyTable:
         class_of = classes.of_layer
         entries = [
             _empty_entries(sum(class_of[start] == index for start in starts), num_device_blocks, num_rows, device)
-            for index, num_rows in enumerate(classes.rows_per_block)
+            for index, num_rows in enumerate(classes.entries_per_block)
         ]
         unused, layers = list(map(iter, entries)), list[Residency]()
         for first, end in pairwise([*starts, len(selects)]):

@@ -96,16 +96,23 @@ class UsageSampler:
         buffer, heads = self._buffer, self._buffer.heads
         tables = buffer.requests.hot_block_tables[heads.seqs(request_index)]
         num_blocks = int(buffer.requests.num_hot_blocks[request_index])
+        is_equal = buffer.requests.divides_equally(request_index)
+        equal = None if buffer.requests.has_equal_rows is None else torch.full_like(tables[:, 0], int(is_equal))
+        rows_of = {
+            layer: hot.equal_rows_per_block if is_equal else hot.rows_per_block
+            for layer, hot in ((layer, buffer.layers[layer].hot) for layer in layers)
+        }
         # NOTE: rows that a layer with fewer rows lacks are empty.
-        most_rows = num_blocks * max(buffer.layers[layer].hot.rows_per_block for layer in layers)
+        most_rows = num_blocks * max(rows_of.values())
         held = torch.full((len(layers), heads.num_heads, most_rows, 2), -1, dtype=torch.int32, device=buffer.device)
         entries: dict[int, torch.Tensor] = {}  # of all slots, by the rows of a block
         for index, layer in enumerate(layers):
             hot = buffer.layers[layer].hot
-            if hot.rows_per_block not in entries:
-                slots = torch.arange(num_blocks * hot.rows_per_block, device=buffer.device).expand(heads.num_heads, -1)
-                entries[hot.rows_per_block] = hot.entries(tables, slots)
-            found = buffer.residency[layer].entries[entries[hot.rows_per_block]]
+            key = hot.rows_per_block
+            if key not in entries:
+                slots = torch.arange(num_blocks * rows_of[layer], device=buffer.device).expand(heads.num_heads, -1)
+                entries[key] = hot.entries(tables, slots, equal)
+            found = buffer.residency[layer].entries[entries[key]]
             held[index, :, : found.shape[1]] = found
         positions, last_uses = held.flatten(0, 1).unbind(-1)  # [layers * heads, most_rows] each
         is_used = (positions >= 0) & (last_uses > positions)
