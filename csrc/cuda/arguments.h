@@ -36,6 +36,7 @@ struct HotRows {
     int32_t pitch;
     int32_t equal_rows_per_block;  // rows in a block that is divided equally; 0: no block is
     int32_t equal_offset;          // may be negative
+    int32_t entries_per_block;     // in the residency: the larger number of rows
 };
 
 // Rows of one layer in the host pool.
@@ -45,8 +46,7 @@ struct HostRows {
     int64_t row_bytes;  // as on the device
 };
 
-// Row `offset` of device block `block` has entry `block * entries + offset`, where `entries` is the larger of
-// `rows_per_block` and `equal_rows_per_block`.
+// Row `offset` of device block `block` has entry `block * entries_per_block + offset` (`HotRows`).
 struct Residency {
     int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
     int32_t num_layers;  // number of layers that share this residency

@@ -148,10 +148,17 @@ Arguments<HotRows> hot_rows(
     int32_t equal_offset
 ) {
     const auto first = static_cast<uint8_t*>(rows.data_ptr());
-    const int64_t row_bytes = row_bytes_of(rows);
-    return Arguments<HotRows>(
-        {first, rows.size(0), row_bytes, block_stride_rows, rows_per_block, pitch, equal_rows_per_block, equal_offset}
-    );
+    return Arguments<HotRows>({
+        first,
+        rows.size(0),
+        row_bytes_of(rows),
+        block_stride_rows,
+        rows_per_block,
+        pitch,
+        equal_rows_per_block,
+        equal_offset,
+        std::max(rows_per_block, equal_rows_per_block),
+    });
 }
 
 Arguments<Residency> residency(TensorView entries, int32_t num_layers) {

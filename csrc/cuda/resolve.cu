@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     asm("" : "+l"(hot_block_table));  // NOTE: without this, the compiler computes it for every slot
     const bool is_equal = has_equal_rows(decode, seq_index);
     const Divisor& rows = is_equal ? equal_rows_per_block : rows_per_block;
-    const int32_t entries_per_block = max(hot.rows_per_block, hot.equal_rows_per_block);
+    const int32_t first_row = is_equal ? hot.equal_offset : 0;
     const Request request{
-        decode, hot, hot_block_table, rows, is_equal ? hot.equal_offset : 0, entries_per_block, block_size, batch_index,
-        seq_index, added
+        decode, hot, hot_block_table, rows, first_row, block_size, batch_index, seq_index, added
     };
     if (added.fits) {
         if (cluster.rank != 0) return;
@@ -150,8 +149,7 @@ cudaError_t launch_resolve(
 ) {
     if (decode.batch == 0) return cudaSuccess;
     const int num_columns = out.num_columns;
-    const int32_t most_rows = std::max(hot.rows_per_block, hot.equal_rows_per_block);
-    const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * most_rows;
+    const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * hot.entries_per_block;
     const Variant variant = choose_variant(num_columns, decode.max_query_len);
     if (variant.column_rounds == 0 || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     Device device{};
