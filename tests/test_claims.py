@@ -1526,9 +1526,9 @@ def test_eviction_policies() -> None:
         if "policy" in row and row["layer"] == "all"
     }
     for label, scope, policy in (
-        ("**LRU by steps**", "buffers", "lru"),
+        ("LRU by steps", "buffers", "lru"),
         ("FIFO", "buffers", "fifo"),
-        ("LRFU: each use lets a row stay 8 steps longer, 48 at most", "buffers", "lrfu"),
+        ("**LRFU: each use lets a row stay 8 steps longer, 48 at most**", "buffers", "lrfu"),
         ("one LRU pool for all requests and layers", "pool", "lru"),
     ):
         cells = [f"{found['text', 16384, 2, scope, policy, size]['hit_rate']:.1%}" for size in (2, 16)]

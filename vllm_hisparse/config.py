@@ -351,8 +351,8 @@ class HiSparseConfig(BaseModel):
     def controls_admission(self, max_query_len: int) -> bool:
         """Return True if running requests are limited to as many as pay.
 
-        Buffers of a fixed size miss as much with any number of requests. With pages or drafts, the ages of hot rows do
-        not tell what smaller buffers would miss: several selections have the same age.
+        Buffers of a fixed size miss as much with any number of requests. With pages or drafts, hot rows do not tell
+        what smaller buffers would miss: a step has several selections, or uses a page and leaves its expiry as it is.
 
         Args:
             max_query_len: tokens that a decoding request computes in a step.

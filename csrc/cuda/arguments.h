@@ -10,6 +10,8 @@ namespace hisparse {
 // setup.py defines these macros from vllm_hisparse/ops/limits.py.
 constexpr int kInterfaceVersion = HISPARSE_INTERFACE_VERSION;
 constexpr int kMaxAge = HISPARSE_MAX_AGE;
+constexpr int kUseBonus = HISPARSE_USE_BONUS;
+constexpr int kMaxBonus = HISPARSE_MAX_BONUS;
 constexpr int kMaxTopK = HISPARSE_MAX_TOP_K;
 constexpr int kMaxQueryLen = HISPARSE_MAX_QUERY_LEN;
 constexpr int kMaxColumns = HISPARSE_MAX_COLUMNS;
@@ -48,7 +50,7 @@ struct HostRows {
 
 // Row `offset` of device block `block` has entry `block * entries_per_block + offset` (`HotRows`).
 struct Residency {
-    int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y the last use
+    int2* entries;  // [num_entries]: x is the position, -1 where the row is empty; y its expiry
     int32_t num_layers;  // number of layers that share this residency
 };
 

@@ -87,9 +87,11 @@ struct SlotRun {
     __device__ int32_t size() const { return end - first; }
 };
 
-// Return the age of a row that is not a hit. Higher ages are evicted first.
-__device__ __forceinline__ int32_t age_of(const Request& request, int32_t position, int32_t last_use) {
-    return request.wants(position) ? max(0, min(request.added.first - last_use, kMaxAge)) : kNumAges - 1;
+// Return the age of a row that is not a hit: the time since its expiry plus kMaxBonus. Higher ages are evicted first.
+__device__ __forceinline__ int32_t age_of(const Request& request, int32_t position, int32_t expiry) {
+    // NOTE: kMaxBonus is added last, because this takes fewer registers.
+    const int32_t overdue = max(-kMaxBonus, min(request.added.first - expiry, kMaxAge - kMaxBonus));
+    return request.wants(position) ? overdue + kMaxBonus : kNumAges - 1;
 }
 
 // Slots that a thread reads together, so that their loads are in flight at the same time. Lanes of a warp read
@@ -112,9 +114,9 @@ struct HeldSlots {
     }
 };
 
-// Find the hits among the run's slots and set their last use; note the ages of the other slots. If several slots hold
-// the same position, the lowest is chosen. ahead: slots of the first rounds. Returns the number of the thread's slots
-// that hold a wanted position.
+// Find the hits among the run's slots and set their expiry; note the ages of the other slots. If several slots hold the
+// same position, the lowest is chosen. ahead: slots of the first rounds. Returns the number of the thread's slots that
+// hold a wanted position.
 template <int kColumnRounds>
 __device__ __forceinline__ int find_hits(
     const Residency& residency,
@@ -152,7 +154,7 @@ __device__ __forceinline__ int find_hits(
             if (columns[i] >= 0) {
                 ++num_found;
                 atomicMin(scratch.chosen + columns[i], slot);
-                residency.entries[now.entries[i]].y = request.added.first;
+                residency.entries[now.entries[i]].y = request.next_expiry(now.held[i].y);
             } else if (slot < run.end) {
                 scratch.note_age(slot - run.first, age);
             }
@@ -463,7 +465,7 @@ __device__ __forceinline__ void write_columns(
             const int64_t place = first_out + columns.at(i), miss_place = first_out + target.miss;
             write_column(out, place, miss_place, target.place.row_id, missed, host_row_id);
             if (missed && target.place.entry >= 0) {
-                residency.entries[target.place.entry] = {selected[i], request.added.first};
+                residency.entries[target.place.entry] = {selected[i], request.first_expiry()};
             }
         }
     }

@@ -5,15 +5,17 @@
 
 namespace hisparse {
 
-constexpr int32_t kClaim = 1 << 30;  // a column claims a row by a negative last use: the column minus this
+constexpr int32_t kClaim = 1 << 30;  // a column claims a row by a negative expiry: the column minus this
 
 // Find the place of each selected position of a sequence that fits. Returns the thread's rounds with a hit as bits.
+// expiries: expiry of each selected row from this step on; columns with the same position get the same one.
 template <int kColumnRounds>
 __device__ __forceinline__ uint32_t find_fitting_hits(
     const Residency& residency,
     const Request& request,
     const int32_t (&selected)[kColumnRounds],
-    Place (&places)[kColumnRounds]
+    Place (&places)[kColumnRounds],
+    int32_t (&expiries)[kColumnRounds]
 ) {
     uint32_t hit_bits = 0;
 #pragma unroll
@@ -23,8 +25,10 @@ __device__ __forceinline__ uint32_t find_fitting_hits(
     // NOTE: the loads are outside of a branch, so that they do not wait for each other.
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
-        const bool holds = residency.entries[places[i].entry].x == selected[i];
-        hit_bits |= (request.wants(selected[i]) && holds) << i;
+        const int2 held = residency.entries[places[i].entry];
+        const bool is_hit = request.wants(selected[i]) && held.x == selected[i];
+        hit_bits |= is_hit << i;
+        expiries[i] = is_hit ? request.next_expiry(held.y) : request.first_expiry();
         if (!request.is_valid(selected[i])) places[i] = {-1, -1};
     }
     return hit_bits;
@@ -40,6 +44,7 @@ __device__ __forceinline__ uint32_t find_fitting_leads(
     const Place (&places)[kColumnRounds]
 ) {
     uint32_t lead_bits = 0;
+    if constexpr (kHasDrafts) __syncthreads();  // claims overwrite the expiries that `find_fitting_hits` reads
 #pragma unroll
     for (int i = 0; i < kColumnRounds; ++i) {
         const bool wanted = request.wants(selected[i]);
@@ -68,6 +73,7 @@ __device__ __forceinline__ void write_fitting_columns(
     const Share& columns,
     const int32_t (&selected)[kColumnRounds],
     const Place (&places)[kColumnRounds],
+    const int32_t (&expiries)[kColumnRounds],
     uint32_t miss_bits,
     int misses_before
 ) {
@@ -81,7 +87,7 @@ __device__ __forceinline__ void write_fitting_columns(
         const int64_t host_row_id = missed ? request.host_row_id(selected[i]) : -1;
         write_column(out, first_out + column, first_out + rank, places[i].row_id, missed, host_row_id);
         if (missed) residency.entries[places[i].entry].x = selected[i];
-        if (places[i].entry >= 0) residency.entries[places[i].entry].y = request.added.first;
+        if (places[i].entry >= 0) residency.entries[places[i].entry].y = expiries[i];
     }
 }
 
@@ -98,7 +104,8 @@ __device__ __forceinline__ void resolve_fitting(
     Shared& shared
 ) {
     Place places[kColumnRounds];
-    const uint32_t hit_bits = find_fitting_hits(residency, request, selected, places);
+    int32_t expiries[kColumnRounds];
+    const uint32_t hit_bits = find_fitting_hits(residency, request, selected, places, expiries);
     const uint32_t lead_bits =
         find_fitting_leads<kColumnRounds, kHasDrafts>(residency, request, columns, selected, places);
     count_columns<kColumnRounds>(lead_bits, hit_bits, shared.tallies);
@@ -106,7 +113,7 @@ __device__ __forceinline__ void resolve_fitting(
     note_valid<kColumnRounds, kHasDrafts>(request, columns, selected, selection_size, shared.num_valid);
     const Tally before{sum_before(shared.tallies)}, total{sum_all(shared.tallies)};
     const uint32_t miss_bits = lead_bits & ~hit_bits;
-    write_fitting_columns(out, residency, request, columns, selected, places, miss_bits, before.misses());
+    write_fitting_columns(out, residency, request, columns, selected, places, expiries, miss_bits, before.misses());
     __syncthreads();
     const int32_t position = request.added.first + threadIdx.x;
     if (position < request.added.end) {

@@ -94,6 +94,12 @@ struct Request {
     }
     __device__ bool wants(int32_t position) const { return position >= 0 && position < added.first; }
     __device__ bool is_valid(int32_t position) const { return position >= 0 && position < added.end; }
+    // Return the expiry of a row that this step copies.
+    __device__ int32_t first_expiry() const { return added.first + kUseBonus; }
+    // Return the expiry of a hit. expiry: before this step.
+    __device__ int32_t next_expiry(int32_t expiry) const {
+        return added.first + min(max(expiry - added.first, 0) + kUseBonus, kMaxBonus);
+    }
 };
 
 // A thread's share of `size` columns. Each warp has a run of columns, and handles kWarpSize of them in each round.

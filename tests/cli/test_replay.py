@@ -17,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from vllm_hisparse.cli import replay_policies
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.cli.replay import describe, replays, result_table
 from vllm_hisparse.cli.replay_buffers import PrivateBuffer, Replay, first_uses, private_misses, sequences
-from vllm_hisparse.cli.replay_policies import LRU, POLICIES, Selection
+from vllm_hisparse.cli.replay_policies import LRFU, LRU, POLICIES, Selection
+from vllm_hisparse.ops import torch_ops
 from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
+from vllm_hisparse.ops.limits import MAX_AGE
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 from vllm_hisparse.trace import Trace
 
@@ -88,21 +91,31 @@ class ReferenceOp:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("max_age", [MAX_AGE, 52])
 @given(traces, st.integers(0, 12))
-def test_lru_is_that_of_the_plugin(trace: Trace, extra_slots: int) -> None:
-    """The same rows missed in every step, and the same rows in the same slots."""
-    num_slots = trace.top_k + extra_slots
+def test_lrfu_is_that_of_the_plugin(max_age: int, trace: Trace, extra_slots: int) -> None:
+    """The same rows missed in every step, the same rows in the same slots, and the same expiries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ops, "MAX_AGE", max_age)
+        patch.setattr(replay_policies, "MAX_AGE", max_age)
+        compare_with_the_plugin(trace, trace.top_k + extra_slots)
+
+
+def compare_with_the_plugin(trace: Trace, num_slots: int) -> None:
     for sequence, steps in enumerate(sequences(trace)):
         request = trace.requests[sequence // len(trace.layers)]
         positions = request.positions[sequence % len(trace.layers)]
         num_rows = steps[-1].newest + 1 + num_slots
-        buffer = PrivateBuffer(num_slots, num_rows, LRU(num_slots, first_uses(steps, num_rows), 2))
+        policy = LRFU(num_slots, first_uses(steps, num_rows), 2)
+        buffer = PrivateBuffer(num_slots, num_rows, policy)
         buffer.seed(request.first_position)
         reference = ReferenceOp(num_slots, trace.top_k, request.first_position)
         for step, selection in enumerate(steps):
             expected = reference.step(positions[step, : trace.top_k], selection.newest)
             assert buffer.select(selection).tolist() == expected
-            assert buffer.rows.tolist() == reference.residency.positions[:num_slots].tolist()
+            held, expiries = reference.residency.entries[:num_slots].numpy().T
+            assert buffer.rows.tolist() == held.tolist()
+            assert (policy.stamps + request.first_position)[held >= 0].tolist() == expiries[held >= 0].tolist()
 
 
 def plain_lru(hot: dict[int, dict], row: int) -> float:
@@ -284,7 +297,7 @@ def test_the_command_shows_a_table_and_writes_a_plot(trace_file: Path, tmp_path:
         r"^ *(buffers|pool) +(\w+) +16 \(2x\) +([\d.]+)% .* ([\d.]+) +([\d.]+) +([\d.]+) *$", result.output, re.M
     )
     assert [(scope, policy) for scope, policy, *_ in lines] == [(s, p) for s in ("buffers", "pool") for p in POLICIES]
-    missed = misses(Trace.read(trace_file), "lru", "buffers", 16).mean()
+    missed = misses(Trace.read(trace_file), "lrfu", "buffers", 16).mean()
     assert float(lines[0][3]) == pytest.approx(missed, abs=0.05)
     assert float(lines[0][4]) == pytest.approx(missed * 61 * 1000 / 1e6, abs=0.005)
     assert float(lines[0][5]) == pytest.approx(missed * 61 * 1000 / 1e6, abs=0.0005)
@@ -329,7 +342,7 @@ def test_several_traces_are_replayed_together(trace_file: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--policy", "mru"], "lru, lrfu, fifo"),
+        (["--policy", "mru"], "lrfu, lru, fifo"),
         (["--warm-up", "40"], "fewer than the 40 steps"),
         (["--size", "0.5"], "--size"),
         (["--size", "inf"], "--size"),

@@ -37,10 +37,10 @@ def test_a_recorded_trace_is_what_the_engine_did(run, reference, tmp_path: Path)
         _, first, second, third = request.positions
         assert np.array_equal(first, second) and np.array_equal(first, third)
         assert not np.array_equal(request.positions[0], first)
-    replay = Replay.run(trace, sequences(trace), "lru", "buffers", HOT_ROWS)
+    replay = Replay.run(trace, sequences(trace), "lrfu", "buffers", HOT_ROWS)
     hits, misses = record["counters"]["cache_hits"], record["counters"]["cache_misses"]
     assert replay.selected.sum() == hits + misses
-    # A trace does not keep the order of a step's ranks, in which the engine's LRU order has rows of the same step.
+    # A trace does not keep the order of a step's ranks, in which the engine copies rows of the same step.
     assert replay.missed.sum() == pytest.approx(misses, rel=1e-3)
 
 

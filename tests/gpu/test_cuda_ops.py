@@ -11,7 +11,7 @@ from vllm_hisparse.kv_manager.rows.hot_buffer import HotBufferShape
 from vllm_hisparse.kv_manager.rows.mla_hot_buffer import MLAHotBuffer
 from vllm_hisparse.ops.base import DecodeMetadata, HotRows, MovedRequests, Residency, Resolved
 from vllm_hisparse.ops.kv_heads import KVHeads
-from vllm_hisparse.ops.limits import MAX_HOT_ROWS, MAX_QUERY_LEN
+from vllm_hisparse.ops.limits import MAX_BONUS, MAX_HOT_ROWS, MAX_QUERY_LEN
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
@@ -157,8 +157,8 @@ class State:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Values that must be equal, on the CPU."""
         named = {name: getattr(self, name) for name in ("host_rows", "hot_storage", "counts", "newest_row_ids")}
-        positions, last_uses = self.residency.positions, self.residency.last_uses
-        named |= {"positions": positions, "last_uses": last_uses.where(positions >= 0, -7)}
+        positions, expiries = self.residency.positions, self.residency.expiries
+        named |= {"positions": positions, "expiries": expiries.where(positions >= 0, -7)}
         named |= {name: getattr(self.out, name) for name in ("hot_row_ids", "num_valid", "num_misses")}
         columns = torch.arange(self.out.hot_row_ids.shape[1], device=self.out.num_misses.device)
         counted = columns < self.out.num_misses[:, None]
@@ -217,11 +217,11 @@ class Scenario:
         seq_indices[self.hot_blocks[:, 0].long()] = torch.randperm(case.batch, generator=self.generator).int()
         num_entries = len(hot) * max(case.rows_per_block, case.equal_rows)
         self.divides_equally = [case.equal_rows > 0 and self.random.random() < 0.5 for _ in self.lengths]
-        positions, last_uses = self.integers(-1, case.longest, 2, num_entries)  # what others left in their blocks
+        positions, expiries = self.integers(-1, case.longest, 2, num_entries)  # what others left in their blocks
         state = State(
             host_rows,
             hot,
-            Residency(torch.stack((positions, last_uses), 1)),
+            Residency(torch.stack((positions, expiries), 1)),
             seq_indices,
             torch.full_like(self.hot_blocks, -1),
             torch.zeros(case.batch, dtype=torch.int32),
@@ -272,7 +272,7 @@ class Scenario:
         slots; the others are where they were when it did not fit."""
         length, slots = self.lengths[batch_index], torch.arange(num_rows)
         entries = self.entries(batch_index, slots)
-        state.residency.last_uses[entries] = length - self.integers(-2, 1500, num_rows)
+        state.residency.expiries[entries] = length - self.integers(-60, 1500, num_rows)
         held = torch.full((num_rows,), -1)
         held[:length] = torch.randperm(length, generator=self.generator)[:num_rows]
         if length < num_rows:
@@ -455,6 +455,30 @@ def test_a_selection_resolved_twice_hits(longest: int) -> None:
         assert not reference.out.num_misses[: case.batch].any()
 
 
+@pytest.mark.parametrize("longest", [200, 600])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_expiries_of_rows_that_are_used_again_and_again_agree(longest: int, query_len: int) -> None:
+    """With a slot for every token and with fewer, up to the latest expiry that a row may have."""
+    case = Case(3, 128, 400, row_bytes=16, shortest=150, longest=longest, steps=12, seeded=False, query_len=query_len)
+    scenario = Scenario(case)
+    scenario.padding = set()
+    reference, found = scenario.state, scenario.state.to_cuda()
+    kept = torch.arange(100, dtype=torch.int32)
+    for step in range(case.steps):
+        inputs, new_rows = scenario.next_step(), scenario.bytes(case.batch * query_len)
+        inputs[2].view(case.batch, query_len, -1)[:] = -1
+        inputs[2].view(case.batch, query_len, -1)[:, :, : len(kept)] = kept
+        run_step(TorchSwapInOps(), reference, case, inputs, new_rows, fused=True)
+        moved = tuple(x.cuda() for x in inputs)
+        run_step(swap_in_ops(torch.device("cuda")), found, case, moved, new_rows.cuda(), fused=step % 2 == 0)
+        assert_same(reference, found)
+    now = (inputs[1] - inputs[3]).tolist()
+    for batch_index, first in enumerate(now):
+        slots = torch.arange(int(found.num_hot_rows[scenario.seq_index(found, batch_index)]))
+        entries = found.residency.entries.cpu()[scenario.entries(batch_index, slots)]
+        assert (entries[:, 1][(entries[:, 0] >= 0) & (entries[:, 0] < 100)] == first + MAX_BONUS).all()
+
+
 DRAFT_CASES = [
     Case(3, 128, 256, query_len=2, longest=1),
     Case(
@@ -510,7 +534,7 @@ def test_no_output_depends_on_what_was_there() -> None:
     scenario = Scenario(case)
     found = scenario.state.to_cuda()
     assert_same(scenario.state, found)
-    residency = found.residency.positions, found.residency.last_uses
+    residency = found.residency.positions, found.residency.expiries
     for tensor in (found.host_rows, found.hot_storage, *residency, found.counts, found.out.num_valid):
         value = tensor.view(-1)[-1].clone()
         tensor.view(-1)[-1] += 1
@@ -608,7 +632,7 @@ def test_positions_given_twice_touch_no_memory_outside() -> None:
     hot_ids = torch.cat([scenario.hot_ids(*pair) for pair in enumerate(slots)] + [spare])
     for name, width, own in (
         ("positions", 1, entries),
-        ("last_uses", 1, entries),
+        ("expiries", 1, entries),
         ("hot_storage", case.row_bytes, hot_ids),
     ):
         then, now = before[name].view(-1, width), after[name].view(-1, width)

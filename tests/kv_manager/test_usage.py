@@ -1,4 +1,4 @@
-"""Misses of buffers of other sizes, from the ages of the rows of one: beside LRU buffers that are run."""
+"""Misses of buffers of other sizes, from the ages of the rows of one: beside buffers that are run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_hisparse.kv_manager.usage import SIZES, MeanCurve, miss_curves
+from vllm_hisparse.ops.limits import MAX_BONUS, USE_BONUS
 
 TOP_K, NUM_POSITIONS = 64, 640
 
@@ -21,54 +22,69 @@ def selections(num_steps: int, kept: float) -> list[np.ndarray]:
     return found
 
 
-def last_uses(steps: list[np.ndarray]) -> np.ndarray:
-    """[NUM_POSITIONS] step of each position's last use, -1 without any."""
-    found = np.full(NUM_POSITIONS, -1)
-    for step, selected in enumerate(steps):
-        found[selected] = step
-    return found
+class Buffer:
+    """A hot buffer that evicts the rows that expire first."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows, self.hot = num_rows, np.zeros(NUM_POSITIONS, bool)
+        self.expiries = np.full(NUM_POSITIONS, -1)
+
+    def select(self, selected: np.ndarray, now: int) -> int:
+        """Number of selected rows that are missed."""
+        is_hit, num_missed = self.hot[selected], int((~self.hot[selected]).sum())
+        hits, missed = selected[is_hit], selected[~is_hit]
+        self.expiries[hits] = np.minimum(np.maximum(self.expiries[hits], now) + USE_BONUS, now + MAX_BONUS)
+        self.expiries[missed] = now + USE_BONUS
+        self.hot[selected] = True
+        others = np.setdiff1d(np.flatnonzero(self.hot), selected)
+        by_expiry = others[np.argsort(self.expiries[others], kind="stable")]
+        self.hot[by_expiry[: max(self.hot.sum() - self.num_rows, 0)]] = False
+        return num_missed
 
 
-def lru_misses(steps: list[np.ndarray], num_rows: int, warm_up: int) -> float:
-    """Share of a selection that an LRU buffer misses."""
-    missed, uses = 0, np.full(NUM_POSITIONS, -1)
-    for step, selected in enumerate(steps):
-        used = np.flatnonzero(uses >= 0)
-        held = used[np.argsort(-uses[used], kind="stable")][:num_rows]
-        missed += TOP_K - len(np.intersect1d(selected, held)) if step >= warm_up else 0
-        uses[selected] = step
-    return missed / TOP_K / (len(steps) - warm_up)
-
-
-def ages_of(uses: np.ndarray, num_steps: int, num_held: int) -> np.ndarray:
-    """Rows by age in a buffer that holds the most recently used ones."""
-    recent = np.sort(uses[uses >= 0])[::-1][:num_held]
-    return np.bincount(num_steps - 1 - recent, minlength=num_steps)
+def counts_by_age(buffer: Buffer, before: np.ndarray, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows by age, and selected rows by age; 0 is the age of those that were selected before."""
+    ages = 1 + buffer.expiries.max() - buffer.expiries
+    ages[before] = 0
+    found = ages[selected[buffer.hot[selected]]]
+    used = np.bincount(found, minlength=501)
+    used[500] = len(selected) - len(found)
+    return np.bincount(ages[buffer.hot], minlength=500), used
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kept", [0.3, 0.7, 0.95])
 def test_ages_tell_what_smaller_buffers_miss(kept: float) -> None:
-    steps = selections(400, kept)
-    counts = np.stack([ages_of(last_uses(steps[: 200 + 5 * index]), 400, 512) for index in range(40)])
-    counts = np.stack([np.roll(each, -(200 - 5 * index)) for index, each in enumerate(counts)])  # from age 0 on
-    curve = miss_curves(counts).mean(0)
-    for size in (1, 1.5, 2, 3, 4, 6):
-        expected = lru_misses(steps, int(size * TOP_K), warm_up=100)
-        assert curve[SIZES.index(size)] == pytest.approx(expected, abs=0.03), size
+    steps, sizes = selections(400, kept), (1, 1.5, 2, 3, 4, 6)
+    buffers, largest = {size: Buffer(int(size * TOP_K)) for size in sizes}, Buffer(8 * TOP_K)
+    missed, counts = {size: [] for size in sizes}, []
+    for now, selected in enumerate(steps):
+        if now >= 200:
+            counts.append(counts_by_age(largest, steps[now - 1], selected))
+        largest.select(selected, now)
+        for size, buffer in buffers.items():
+            missed[size].append(buffer.select(selected, now) / TOP_K)
+    curve = miss_curves(*map(np.stack, zip(*counts, strict=True))).mean(0)
+    for size in sizes:
+        assert curve[SIZES.index(size)] == pytest.approx(np.mean(missed[size][200:]), abs=0.03), size
     assert np.isnan(curve[SIZES.index(12)]), "the buffer holds 8 selections"
 
 
-def test_steps_with_several_tokens_are_told_apart_from_ages_without_a_step() -> None:
-    by_step = np.array([[64, 32, 16, 8, 4]])
-    with_gaps = np.zeros((1, 15), int)
-    with_gaps[:, ::3] = by_step
-    assert miss_curves(with_gaps) == pytest.approx(miss_curves(by_step), nan_ok=True)
+def test_a_curve_is_over_the_rows_of_the_lowest_ages() -> None:
+    """A selection of 8, 5 of which are in the 20 rows; a buffer of half the size counts as one of the same size."""
+    held, used = np.array([[8, 4, 8]]), np.array([[2, 2, 1, 3]])
+    expected = {1: 6 / 8, 1.25: 5 / 8, 1.5: 4 / 8, 2: 3.5 / 8, 2.5: 3 / 8}
+    curves = miss_curves(held.repeat(2, 0), used.repeat(2, 0), [1.0, 2.0])
+    for size, share in expected.items():
+        assert curves[0, SIZES.index(size)] == pytest.approx(share)
+        assert curves[1, SIZES.index(2 * size)] == pytest.approx(share)
+    assert np.isnan(curves[0, SIZES.index(3) :]).all()
 
 
-@pytest.mark.parametrize("counts", [[[0, 0, 0]], [[64, 3]], [[64, 30, 10], [0, 3, 3]]])
-def test_too_few_ages_tell_nothing(counts: list[list[int]]) -> None:
-    assert miss_curves(np.array(counts)) is None
+@pytest.mark.parametrize(("held", "used"), [([8, 4], [0, 0, 0]), ([4, 3], [1, 1, 6]), ([0, 0], [0, 0, 0])])
+def test_a_step_that_tells_nothing(held: list[int], used: list[int]) -> None:
+    """It selects nothing, or more rows than were held."""
+    assert miss_curves(np.array([held]), np.array([used])) is None
 
 
 def test_a_mean_knows_what_any_curve_tells() -> None:

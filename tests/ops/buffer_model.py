@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from vllm_hisparse.ops.limits import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE, MAX_BONUS, USE_BONUS
 
 
 class BufferModel:
     """The hot buffer of one request in one layer.
 
     Attributes:
-        positions, last_uses: of every slot; -1 where a slot is empty.
+        positions, expiries: of every slot; -1 where a slot is empty.
     """
 
     def __init__(self, num_rows: int, query_len: int = 1):
         self.query_len = query_len
-        self.positions, self.last_uses = [-1] * num_rows, [0] * num_rows
+        self.positions, self.expiries = [-1] * num_rows, [0] * num_rows
 
     def fits(self, first: int) -> bool:
         return first + self.query_len <= len(self.positions)
@@ -42,7 +42,10 @@ class BufferModel:
     def _fitting(self, wanted: list[int], first: int) -> tuple[dict[int, int], list[int]]:
         missed = [position for position in wanted if self.positions[position] != position]
         for position in wanted:
-            self._fill(position, position, first)
+            if position in missed:
+                self._fill(position, position, first + USE_BONUS)
+            else:
+                self._use(position, first)
         return {position: position for position in wanted}, missed
 
     def _evicting(self, wanted: list[int], first: int) -> tuple[dict[int, int], list[int]]:
@@ -58,16 +61,20 @@ class BufferModel:
         for slot in range(len(usable), len(self.positions)):
             self.positions[slot] = -1
         for slot in used:
-            self.last_uses[slot] = first
+            self._use(slot, first)
         slots = {position: hot[position] for position in wanted if position in hot}
         for slot, position in zip(sorted(victims), missed, strict=True):
-            self._fill(slot, position, first)
+            self._fill(slot, position, first + USE_BONUS)
             slots[position] = slot
         return slots, missed
 
     def _age(self, slot: int, first: int) -> int:
         is_empty = not 0 <= self.positions[slot] < first
-        return MAX_AGE + 1 if is_empty else max(0, min(first - self.last_uses[slot], MAX_AGE))
+        return MAX_AGE + 1 if is_empty else max(0, min(first + MAX_BONUS - self.expiries[slot], MAX_AGE))
 
-    def _fill(self, slot: int, position: int, first: int) -> None:
-        self.positions[slot], self.last_uses[slot] = position, first
+    def _use(self, slot: int, first: int) -> None:
+        left = max(self.expiries[slot] - first, 0)
+        self.expiries[slot] = first + min(left + USE_BONUS, MAX_BONUS)
+
+    def _fill(self, slot: int, position: int, expiry: int) -> None:
+        self.positions[slot], self.expiries[slot] = position, expiry

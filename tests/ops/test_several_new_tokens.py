@@ -129,7 +129,7 @@ class Simulation:
         assert homes == [self._host_id(request, position) for position in missed]
         entries = [self._hot_id(request, slot) for slot in range(len(buffer.positions))]  # no rows between blocks
         assert self.residency.positions[entries].tolist() == buffer.positions
-        assert self.residency.last_uses[entries].tolist() == buffer.last_uses
+        assert self.residency.expiries[entries].tolist() == buffer.expiries
         assert self.counts[request].tolist() == [buffer.num_hits, buffer.num_misses]
 
     def _check_host(self, request: int, num_new: int) -> None:
@@ -154,3 +154,17 @@ def test_many_steps_agree_with_the_model(query_len: int, top_k: int, extra_slots
     simulation = Simulation(query_len, top_k, extra_slots, seed)
     while max(buffer.length for buffer in simulation.buffers) < MAX_TOKENS - query_len:
         simulation.random_step()
+
+
+@pytest.mark.parametrize("extra_slots", [0, 40])
+def test_a_row_that_several_tokens_select_is_used_once(extra_slots: int) -> None:
+    """In a buffer that evicts, and in one that holds all: up to the latest expiry that a row may have."""
+    simulation = Simulation(3, 2, extra_slots, seed=0)
+    simulation.step([0], [3], [[[-1, -1]] * 3], [3])
+    expiries = []
+    while (length := simulation.buffers[0].length) < 40:
+        simulation.step([0], [3], [[[0, -1], [1, 0], [-1, 0]]], [2])
+        slot = simulation.buffers[0].positions.index(0)
+        expiries.append(int(simulation.residency.expiries[simulation._hot_id(0, slot)]) - length)
+    # Tokens 0 to 2 are new in the first step, and hot from then on if there is a slot for each.
+    assert expiries[:4] == [8, 14, 20, 26] and expiries[-3:] == [48, 48, 48]

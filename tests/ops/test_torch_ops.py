@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hisparse.ops.base import DecodeMetadata, HotRows, Residency, Resolved
-from vllm_hisparse.ops.limits import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE, MAX_BONUS
 from vllm_hisparse.ops.registry import swap_in_ops
 from vllm_hisparse.ops.torch_ops import TorchSwapInOps
 
@@ -145,10 +145,13 @@ class Simulation:
         model, num_before = self.models[request], len(self.models[request].positions)
         for slot in range(num_before, num_rows):
             self.residency.positions[self.entry(request, slot)] = -1
-            self.residency.last_uses[self.entry(request, slot)] = 0
+            self.residency.expiries[self.entry(request, slot)] = 0
         model.positions = (model.positions + [-1] * num_rows)[:num_rows]
-        model.last_uses = (model.last_uses + [0] * num_rows)[:num_rows]
+        model.expiries = (model.expiries + [0] * num_rows)[:num_rows]
         self.num_hot_rows[request] = num_rows
+
+    def set_expiry(self, request: int, slot: int, expiry: int) -> None:
+        self.residency.expiries[self.entry(request, slot)] = self.models[request].expiries[slot] = expiry
 
     def selection(self, newest: int) -> list[int]:
         """Distinct positions up to `newest`, the newest in or out, -1 in any place."""
@@ -247,7 +250,7 @@ class Simulation:
         for request, model in enumerate(self.models):
             entries = [self.entry(request, slot) for slot in range(len(model.positions))]
             assert self.residency.positions[entries].tolist() == model.positions
-            assert self.residency.last_uses[entries].tolist() == model.last_uses
+            assert self.residency.expiries[entries].tolist() == model.expiries
 
     def check_rows(self, request: int, selected: list[int], hot_rows: list[int]) -> None:
         for position, index in zip(selected, hot_rows, strict=True):
@@ -292,16 +295,45 @@ def test_buffers_that_grow_and_shrink_agree_with_the_model(shape: Shape, seed: i
 
 @pytest.mark.parametrize(("age", "is_told_apart"), [(MAX_AGE, True), (MAX_AGE + 1, False)])
 def test_ages_beyond_the_highest_are_equal(age: int, is_told_apart: bool) -> None:
-    """The victim of two rows, one used `age` tokens ago, the other a token later."""
+    """The victim of two rows, one of a given age, the other a token younger."""
     simulation = Simulation(Shape(2, 0, 64, 3, 0, start=20, seeded=False), 0, num_tokens=1100)
     newest = simulation.lengths[0] = 1050
     simulation.run_step([0], [[3, 4]])
-    for slot, last_use in enumerate((newest + 2 - age, newest + 1 - age)):
-        simulation.residency.last_uses[simulation.entry(0, slot)] = last_use
-        simulation.models[0].last_uses[slot] = last_use
     simulation.lengths[0] = newest + 1
+    for slot, expiry in enumerate((newest + 2 + MAX_BONUS - age, newest + 1 + MAX_BONUS - age)):
+        simulation.set_expiry(0, slot, expiry)
     simulation.run_step([0], [[5, -1]])
     assert simulation.models[0].positions[:2] == ([3, 5] if is_told_apart else [5, 4])
+
+
+@pytest.mark.parametrize("num_slots", [2, 40])
+def test_a_use_moves_the_expiry_on(num_slots: int) -> None:
+    """In a buffer that evicts, and in one that holds all: 8 more with each use, from the step on if it is later, and at
+    most 48 after the step."""
+    simulation = Simulation(Shape(num_slots, 0, 64, 3, 0, start=20, seeded=False), 0)
+
+    def use(expiry: int | None = None) -> int:
+        if expiry is not None:
+            simulation.set_expiry(0, slot, expiry)
+        now = simulation.lengths[0]
+        simulation.run_step([0], [[3] + [-1] * (num_slots - 1)])
+        return int(simulation.residency.expiries[simulation.entry(0, slot)]) - now
+
+    slot = 3 if num_slots > 20 else 0
+    assert use() == 8
+    assert [use() for _ in range(6)] == [15, 22, 29, 36, 43, 48]
+    assert use() == 48
+    now = simulation.lengths[0]
+    assert use(now - 1000) == 8 and use(now) == 8 and use(now + 4) == 10
+    assert use(10_000) == 48, "a session's turn dropped tokens"
+
+
+def test_rows_of_many_uses_stay_longer() -> None:
+    """A row that is used twice stays; a row that is used once, and later, goes first."""
+    simulation = Simulation(Shape(2, 0, 4, 3, 0, start=20, seeded=False), 0)
+    for selection in ([0, -1], [0, -1], [1, -1], [2, -1]):
+        simulation.run_step([0], [selection])
+    assert simulation.models[0].positions[:-1] == [0, 2]
 
 
 @pytest.mark.long

@@ -59,11 +59,12 @@ class PrivateBuffer(Buffer):
             return super().select(selection)
         slots = self.slot_of[selection.rows]
         missed, hits = selection.rows[slots < 0], slots[slots >= 0]
-        filled = np.append(missed, selection.newest)
-        filled = filled[filled < len(self.rows)]
+        newest = np.arange(selection.newest, min(selection.newest + 1, len(self.rows)))
         self.policy.begin(selection)
-        self.place(filled, filled)
-        self.policy.touch(hits, filled)
+        self.place(missed, missed)
+        self.place(newest, newest)
+        self.policy.touch(hits, missed)
+        self.policy.seed(newest)
         return missed
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hisparse.ops.limits import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE, MAX_BONUS, USE_BONUS
 
 NEVER = np.iinfo(np.int64).max  # time of the next use of a row that is not used again
-# Of LRFU, in steps. NOTE: they were chosen by trying a few numbers with the traces of benchmarks/traces.
-USE_STEPS, MOST_STEPS = 8, 48
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,10 @@ class Policy(ABC):
         self.num_slots, self.num_rows, self.num_sequences = num_slots, len(first_uses) - 1, num_sequences
 
     def seed(self, slots: np.ndarray) -> None:  # noqa: B027 (see `begin`)
-        """Record the slots that are filled before the first step, in their order: [n] int64."""
+        """Record slots that are filled with rows that no step has selected: [n] int64.
+
+        These are the prompt's last rows, in their order, and later the newest row of a sequence that fits.
+        """
 
     def begin(self, selection: Selection) -> None:  # noqa: B027 (few policies look at a selection)
         """Prepare for a selection; called once per step and layer, before `victims`."""
@@ -104,26 +105,32 @@ class FIFO(Policy):
 
 
 class LRU(Policy):
-    """Evicts the least recently used row, as the plugin does (`SwapInOps.resolve`).
+    """Evicts the least recently used row.
 
     Empty slots come first, then slots in the order of their last use (uses more than `MAX_AGE` steps ago are equal),
     then in the order of their numbers. Slots are filled in the order of their numbers.
+
+    Attributes:
+        stamps: [num_slots] int64 turn of each slot's last use; -1 where it was empty from the start.
+        clock: number of the present turn.
+        least_ages: ages up to this many steps below 0 are told apart, too.
     """
 
     name = "lru"
+    least_ages = 0
 
     def __init__(self, num_slots: int, first_uses: np.ndarray, num_levels: int, num_sequences: int = 1):
         super().__init__(num_slots, first_uses, num_levels, num_sequences)
         self.stamps, self.clock = np.full(num_slots, -1), -1
 
     def seed(self, slots: np.ndarray) -> None:
-        self.stamps[slots] = np.arange(-len(slots), 0)
+        self.stamps[slots] = self.clock + 1 + np.arange(-len(slots), 0)
 
     def begin(self, selection: Selection) -> None:
         self.clock += 1
 
     def victims(self, rows: np.ndarray, hits: np.ndarray, num_victims: int) -> np.ndarray:
-        max_age = MAX_AGE * self.num_sequences
+        max_age = (MAX_AGE - self.least_ages) * self.num_sequences
         keys = np.where(rows < 0, -1, np.maximum(self.stamps - (self.clock - max_age), 0))
         return np.sort(smallest(keys * self.num_slots + np.arange(self.num_slots), hits, num_victims))
 
@@ -132,19 +139,20 @@ class LRU(Policy):
 
 
 class LRFU(LRU):
-    """Evicts the row that has stayed as long as its uses allow: a use lets it stay as many steps longer as `USE_STEPS`
-    than with LRU, and several uses add up to at most `MOST_STEPS`.
+    """Evicts the row that expires first, as the plugin does (`SwapInOps.resolve`): a use moves a row's expiry
+    `USE_BONUS` steps on, from the present step if it is earlier, to at most `MAX_BONUS` steps after the present one.
 
-    It is a form of LRFU (least recently, frequently used), in integers. The plugin does not have it.
+    It is a form of LRFU (least recently, frequently used), in integers. Stamps are expiries here.
     """
 
     name = "lrfu"
+    least_ages = MAX_BONUS
 
     def touch(self, hits: np.ndarray, filled: np.ndarray) -> None:
-        longer, most = USE_STEPS * self.num_sequences, MOST_STEPS * self.num_sequences
-        stays = np.maximum(self.stamps[hits], self.clock) + longer
-        self.stamps[hits] = np.minimum(stays, self.clock + most)
-        self.stamps[filled] = self.clock + longer
+        bonus, most = USE_BONUS * self.num_sequences, MAX_BONUS * self.num_sequences
+        expiries = np.maximum(self.stamps[hits], self.clock) + bonus
+        self.stamps[hits] = np.minimum(expiries, self.clock + most)
+        self.stamps[filled] = self.clock + bonus
 
 
 class Clock(Policy):
@@ -225,4 +233,4 @@ class Belady(Policy):
         return unneeded[:num_victims] if len(unneeded) >= num_victims else smallest(keys, hits, num_victims)
 
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LRU, LRFU, FIFO, Clock, Score, Belady)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (LRFU, LRU, FIFO, Clock, Score, Belady)}

@@ -19,8 +19,8 @@ class Usage:
         step: number of the last step that is counted.
         hits, misses: selected units that were hot, and that were copied.
         curves: for some of the layers that select, by their number among these: share of a selection that a hot buffer
-            of each of `SIZES` would miss, from the last uses of the hot rows of one request, NaN for sizes that these
-            do not determine. None: no request was sampled.
+            of each of `SIZES` would miss, from a step of one request, NaN for sizes that this does not determine. None:
+            no request was sampled.
     """
 
     step: int
@@ -34,29 +34,31 @@ class Usage:
         return tuple(np.mean([*self.curves.values()], axis=0).tolist()) if self.curves else None
 
 
-def miss_curves(counts_by_age: np.ndarray, scales: Sequence[float] | None = None) -> np.ndarray | None:
-    """Estimate the share of a selection that LRU buffers of other sizes would miss, from the ages of hot rows.
+def miss_curves(held: np.ndarray, used: np.ndarray, scales: Sequence[float] | None = None) -> np.ndarray | None:
+    """Estimate the share of a selection that buffers of other sizes would miss, from one step of some buffers.
 
-    A row's age is the time since its last use. Some rows of age `a` are used in the next step; the others become rows
-    of age `a + 1`. In a steady state, rows of age `a` therefore outnumber those of age `a + 1` by the hits of age `a`.
-    So a buffer that keeps only the rows below an age misses as many rows in a step as there are rows of this age.
+    Before a step, a buffer of any size holds the rows that the step before selected, which have age 0, and as many
+    others as there is room for: those that are evicted last, which have the lowest ages. A smaller buffer would miss
+    the selected rows of higher ages. NOTE: a smaller buffer evicts more rows between two uses and forgets the earlier
+    one, so its order would differ a little from the order here.
 
     Args:
-        counts_by_age: [buffers, ages] number of rows of each age, the newest first. An age without rows in all buffers
-            belongs to no step, and is left out.
+        held: [buffers, ages] number of rows of each age before the step, the lowest age first.
+        used: [buffers, ages + 1] number of these rows that the step selects; the last column counts all other selected
+            rows.
         scales: [buffers] size of a hot buffer, in the mean of all layers, divided by its size in this buffer's layer.
             None: 1 for all.
 
     Returns:
-        [buffers, len(SIZES)] share of a selection that is missed with each of `SIZES`; NaN for sizes beyond the known
-        rows. None: there are too few ages.
+        [buffers, len(SIZES)] share of a selection that is missed with each of `SIZES`; NaN for sizes beyond the rows in
+        `held`. None: a buffer selects nothing, or holds fewer rows than it selects.
     """
-    by_step = counts_by_age[:, counts_by_age.sum(0) > 0].astype(np.float64)
-    # NOTE: rows of the highest age are left out, because some of them may have been evicted.
-    if by_step.shape[1] < 3 or (by_step[:, 0] == 0).any():
+    selected = used.sum(1, keepdims=True)
+    if ((selected == 0) | (held.sum(1, keepdims=True) < selected)).any():
         return None
-    shares = by_step[:, 1:-1] / by_step[:, :1]
-    sizes = by_step[:, :-2].cumsum(1) / by_step[:, :1]
+    start = ((0, 0), (1, 0))
+    sizes = np.pad(held.cumsum(1), start) / selected
+    shares = np.pad(1 - used[:, :-1].cumsum(1) / selected, start, constant_values=1)
     if scales is not None:
         sizes *= np.asarray(scales)[:, None]
     found = [

@@ -116,16 +116,20 @@ class HotRows:
 
 @dataclass(frozen=True)
 class Residency:
-    """The position that each hot row of a layer holds, and its last use.
+    """The position that each hot row of a layer holds, and its expiry, by which rows are evicted.
 
     Row `offset` of device block `block` has entry `block * entries_per_block + offset` (`HotRows`), no matter which
     request owns the block. While a sequence fits (`SwapInOps`), position p can be in slot p only, and nothing is
     evicted. A reserved slot counts as empty. A row that holds a rejected draft's position counts as empty until that
     position is computed again.
 
+    The expiry is a position of the request. A step whose first new position is `now` sets it: to `now` plus `USE_BONUS`
+    if the row is copied, and to `min(max(expiry, now) + USE_BONUS, now + MAX_BONUS)` if it is hit. A row that no step
+    has selected has an expiry that is at most its position. A step that has a lower `now` than earlier ones, because a
+    session's turn drops tokens, may find later expiries than these.
+
     Attributes:
-        entries: [num_entries, 2] int32. First the position, -1 for an empty row; then the last use, which is the first
-            new position of the last step of the request that selected the row.
+        entries: [num_entries, 2] int32. First the position, -1 for an empty row; then the expiry.
         num_layers: number of layers that share the selections and therefore this residency.
     """
 
@@ -148,8 +152,8 @@ class Residency:
         return self.entries[:, 0]
 
     @property
-    def last_uses(self) -> torch.Tensor:
-        """Last uses: [num_entries] int32."""
+    def expiries(self) -> torch.Tensor:
+        """Expiries: [num_entries] int32."""
         return self.entries[:, 1]
 
 
@@ -382,9 +386,9 @@ class SwapInOps(ABC):
 
         A position that is hot in several slots stays in the lowest; the other slots become empty. If the sequence fits,
         a miss of position p takes slot p. If not, misses take the slots of victims: first empty slots, then those with
-        the oldest last use, and lower slots before higher ones with the same last use; never a hit of this step. Rows
-        that were not used for `MAX_AGE` tokens count as equally old. Victims, in the order of their slots, take misses
-        in the order of `selected_positions`.
+        the earliest expiry (`Residency`), and lower slots before higher ones with the same expiry; never a hit of this
+        step. A row's age is the first new position plus `MAX_BONUS`, minus the row's expiry; ages from `MAX_AGE` on
+        count as equal. Victims, in the order of their slots, take misses in the order of `selected_positions`.
 
         Args:
             residency: residency of one layer, updated in place. The slots, without the reserved ones, of a request that

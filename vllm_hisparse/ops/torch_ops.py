@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_hisparse.ops.base import DecodeMetadata, HotRows, MovedRequests, Residency, Resolved, SwapInOps, UnitMetadata
-from vllm_hisparse.ops.limits import MAX_AGE
+from vllm_hisparse.ops.limits import MAX_AGE, MAX_BONUS, USE_BONUS
 
 _NO_SLOT = torch.iinfo(torch.int32).max
 
@@ -339,15 +339,16 @@ def _choose_fitting(residency: Residency, buffers: _Buffers, selected: torch.Ten
     leads = wanted & (first_columns.gather(1, own_slots.long()) == _columns(selected))
     hits = leads & (residency.positions[own_entries] == selected)
     new = new.where(new >= 0, first_new)
-    for slots, changed in ((own_slots, own_entries), (new, entries.gather(1, new.long()))):
-        residency.positions[changed] = slots
-        residency.last_uses[changed] = first_new.expand_as(slots)
+    expiries = _next_expiries(residency, own_entries, residency.positions[own_entries] == own_slots, first_new)
+    changes = (own_slots, own_entries, expiries), (new, entries.gather(1, new.long()), first_new.expand_as(new))
+    for slots, changed, given in changes:
+        residency.positions[changed], residency.expiries[changed] = slots, given
     slots = selected.where((selected >= 0) & (selected <= new.amax(1, keepdim=True)), -1)
     return _Choice(slots, leads & ~hits, hits.sum(1))
 
 
 def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Tensor) -> _Choice:
-    """Resolve requests that have outgrown their buffers: misses take the slots of the least recently used rows.
+    """Resolve requests that have outgrown their buffers: misses take the slots of the rows that expire first.
 
     Args:
         residency, buffers, selected: as in `_choose_fitting`.
@@ -369,16 +370,33 @@ def _choose_evicting(residency: Residency, buffers: _Buffers, selected: torch.Te
     lead_columns = first_columns.gather(1, selected.where(wanted, num_positions).long())
     leads = wanted & (lead_columns == _columns(selected))
     missed = leads & (chosen == _NO_SLOT)
-    ages = (first_new - residency.last_uses[entries]).clamp(0, MAX_AGE).where(positions >= 0, MAX_AGE + 1)
+    ages = first_new + MAX_BONUS - residency.expiries[entries]
+    ages = ages.clamp(0, MAX_AGE).where(positions >= 0, MAX_AGE + 1)
     filled = _oldest(ages.where((slots < num_slots) & ~hits, -1), missed.sum(1, keepdim=True))
     chosen[missed] = slots[filled]  # equally many of each request, paired in order
     is_reserved = (slots >= num_slots) & (slots < num_slots + new.shape[1])
     residency.positions[entries[is_reserved | (found & ~hits)]] = -1
     residency.positions[entries[filled]] = selected[missed]
-    residency.last_uses[entries[hits | filled]] = first_new.expand_as(slots)[hits | filled]
+    used = hits | filled
+    residency.expiries[entries[used]] = _next_expiries(residency, entries, hits, first_new)[used]
     chosen = chosen.gather(1, lead_columns.clamp_min(0).long()).where(wanted, -1)
     is_new = (selected >= first_new) & (selected <= new.amax(1, keepdim=True))
     return _Choice(chosen.where(~is_new, num_slots + selected - first_new), missed, (leads & ~missed).sum(1))
+
+
+def _next_expiries(
+    residency: Residency, entries: torch.Tensor, hits: torch.Tensor, first_new: torch.Tensor
+) -> torch.Tensor:
+    """Expiries of rows that a step uses: [n, entries] int32.
+
+    Args:
+        residency: positions and expiries before the step.
+        entries: [n, entries] int64 entries of the rows.
+        hits: [n, entries] bool, False for rows that are copied.
+        first_new: [n, 1] int32 first new position of each request.
+    """
+    expiries = residency.expiries[entries].maximum(first_new).where(hits, first_new) + USE_BONUS
+    return expiries.minimum(first_new + MAX_BONUS)
 
 
 def _oldest(ages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_ages_tell_what_a_small_buffer_misses(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rows_of_the_prompt_tell_nothing() -> None:
-    """They are hot from the start, as if each had been used when it was new."""
+    """They are hot from the start, and no step has selected them."""
     requests = Requests({10: 70})
     for residency in requests.buffer.residency:
         residency.entries[10 * ROWS_PER_BLOCK : 10 * ROWS_PER_BLOCK + PROMPT] = torch.arange(PROMPT)[:, None].int()
@@ -128,6 +128,22 @@ def test_requests_and_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None
         sampler.step_ends(number)
         sampler.take()
     assert seen == [0, 2, 0, 2], "a request whose buffer holds no selection was looked at"
+
+
+@pytest.mark.parametrize("steps_before", [1, 2])
+def test_a_request_whose_blocks_change_tells_nothing(steps_before: int) -> None:
+    """It gets a block between two of the three steps after which its rows are looked at."""
+    requests = Requests({10: 60})
+    sampler = UsageSampler(requests.buffer)
+    for number in range(2 * STEPS_PER_REPORT):
+        if number == STEPS_PER_REPORT - steps_before:
+            requests.buffer.change_hot_block_tables({10: (60, [80])})
+        requests.step()
+        sampler.step_ends(number)
+        usage = sampler.take()
+        if number == STEPS_PER_REPORT - 1:
+            assert usage.hits + usage.misses > 0 and usage.curves is None
+    assert usage.curves is not None
 
 
 def test_curves_of_layers_with_other_rows_are_over_the_size_of_a_mean_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,7 +367,7 @@ def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None,
     if hit_rate is not None:
         return lambda rows, tokens: hit_rate, f"a hit rate of {hit_rate:.0%}, whatever the buffer"
     if trace is not None:
-        return replayed_hit_rates(trace), f"the trace {trace.name}, replayed with LRU"
+        return replayed_hit_rates(trace), f"the trace {trace.name}, replayed with LRFU"
     kept = 0.87 if overlap is None else overlap
     where = "assumed: measure the hit rate of your prompts to know" if overlap is None else "given"
     return lambda rows, tokens: independent_hit_rate(kept, top_k, rows, tokens), (
@@ -376,10 +376,11 @@ def _locality(hit_rate: float | None, overlap: float | None, trace: Path | None,
 
 
 def replayed_hit_rates(path: Path) -> HitRate:
-    """Replay a trace with LRU buffers of several sizes, in multiples of its top-k, and interpolate between them."""
+    """Replay a trace with buffers of several sizes, in multiples of its top-k, and interpolate between them."""
     import numpy as np
 
     from vllm_hisparse.cli.replay import WARM_UP_STEPS, replays
+    from vllm_hisparse.cli.replay_policies import LRFU
     from vllm_hisparse.trace import Trace, TraceError
 
     try:
@@ -392,7 +393,7 @@ def replayed_hit_rates(path: Path) -> HitRate:
         message = f"got {got}, expected one of more than {WARM_UP_STEPS} steps, which are not counted, and none without"
         raise typer.BadParameter(message, param_hint="--trace")
     rates = []
-    for replay in replays(trace, ["lru"], [*REPLAYED_SIZES], ["buffers"]):
+    for replay in replays(trace, [LRFU.name], [*REPLAYED_SIZES], ["buffers"]):
         missed, selected = replay.missed[:, :, WARM_UP_STEPS:].sum(), replay.selected[:, :, WARM_UP_STEPS:].sum()
         rates.append(1 - missed / max(selected, 1))
 

@@ -285,7 +285,7 @@ class HotBuffer(ABC):
         return seeds.hot_row_ids + distance * seeds.moves
 
     def seed(self, layer_index: int, seeds: Seeds) -> None:
-        """Record seeds whose rows have been written. Later units count as used later.
+        """Record seeds whose rows have been written. A unit's expiry is the unit itself, so earlier ones go first.
 
         Args:
             layer_index: index of the layer.
@@ -294,7 +294,7 @@ class HotBuffer(ABC):
         residency = self.residency[layer_index]
         # NOTE: an assignment to `positions[entries]` would wait for the device, which torch sends the -1.
         residency.positions.index_fill_(0, seeds.stale_entries.flatten(), -1)
-        held = seeds.held.flatten()[:, None].expand(-1, 2)  # position and last use
+        held = seeds.held.flatten()[:, None].expand(-1, 2)  # position and expiry
         residency.entries.index_copy_(0, seeds.entries.flatten(), held)
 
     def staging_memory(self) -> torch.Tensor:

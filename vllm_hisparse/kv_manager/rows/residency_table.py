@@ -19,7 +19,7 @@ class ResidencyTable:
     entries lie side by side as their rows do.
 
     Args:
-        entries: for each row class, [num_tables, num_device_blocks, entries of a block, 2] int32 position and last use
+        entries: for each row class, [num_tables, num_device_blocks, entries of a block, 2] int32 position and expiry
             of each row, as in `Residency`.
         layers: residency of each layer; views of `entries`.
     """

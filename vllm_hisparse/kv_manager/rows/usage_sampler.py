@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
 import torch
 
 from vllm_hisparse.kv_manager.rows.hit_counts import CountSnapshot
@@ -15,8 +17,54 @@ STEPS_PER_REPORT = 16
 LAYERS_PER_REPORT = 4  # layers whose rows are looked at; each report looks at other ones
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Slots that a report looks at: those of one request in some layers.
+
+    Attributes:
+        request_index: the request.
+        blocks: [n] int64 its hot blocks, on the host.
+        has_equal_rows: True if these are divided equally among layers.
+        layers: the layers.
+        entries: [num_heads, slots] int64 entries of the slots in the residency of these layers, by the rows of a block.
+    """
+
+    request_index: int
+    blocks: np.ndarray
+    has_equal_rows: bool
+    layers: list[int]
+    entries: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Contents of these slots after a step, on the device.
+
+    Attributes:
+        positions, expiries: [layers * heads, most slots] int32; -1 where a layer with fewer rows than others has no
+            slot.
+    """
+
+    positions: torch.Tensor
+    expiries: torch.Tensor
+
+    @property
+    def is_used(self) -> torch.Tensor:
+        """True for rows that a step has selected since they became hot: [layers * heads, rows] bool."""
+        return (self.positions >= 0) & (self.expiries > self.positions)
+
+    def is_selected_after(self, before: HeldRows) -> torch.Tensor:
+        """True for rows that the last step has selected: [layers * heads, rows] bool.
+
+        Args:
+            before: the same slots before this step. NOTE: a step whose first new position is new changes the expiry of
+                each row that it selects.
+        """
+        return self.is_used & ((self.positions != before.positions) | (self.expiries != before.expiries))
+
+
 class UsageSampler:
-    """Looks at one request in a few layers every `STEPS_PER_REPORT` steps, and at the counts of all.
+    """Looks at one request in a few layers after three steps of every `STEPS_PER_REPORT`, and at the counts of all.
 
     Args:
         buffer: the hot buffers.
@@ -28,8 +76,10 @@ class UsageSampler:
         self._selecting = [index for index, selects in enumerate(buffer.selects) if selects]
         self._num_steps = self._num_reports = 0
         self._request_index = -1  # that was looked at last
+        self._slots: Slots | None = None  # of the next report
+        self._looks: list[HeldRows] = []  # after the latest steps
         self._reported = (0, 0)
-        # Number of the step, counts, ages in some layers (None: no request), and the layers.
+        # Number of the step, counts, rows by age in some layers (None: no request), and the layers.
         self._pending: tuple[int, CountSnapshot, CountSnapshot | None, list[int]] | None = None
 
     def step_ends(self, number: int) -> None:
@@ -39,12 +89,22 @@ class UsageSampler:
             number: number of the step.
         """
         self._num_steps += 1
-        if self._num_steps % STEPS_PER_REPORT or self._pending is not None:
+        if self._pending is not None:
             return
-        counts = CountSnapshot(self._buffer.counts.by_seq.sum(0))
-        index = self._next_request() if self._looks_at_rows else None
-        layers = [] if index is None else self._next_layers()
-        self._pending = number, counts, None if index is None else CountSnapshot(self._ages(index, layers)), layers
+        steps_left = -self._num_steps % STEPS_PER_REPORT
+        if steps_left == 2 and self._looks_at_rows and (index := self._next_request()) is not None:
+            self._slots, self._looks = self._slots_of(index, self._next_layers()), []
+        if self._slots is not None and steps_left <= 2:
+            # NOTE: if the request has got or lost blocks, other rows may be in its slots.
+            if self._is_current(self._slots):
+                self._looks.append(self._look(self._slots))
+            else:
+                self._slots = None
+        if steps_left:
+            return
+        counts, (slots, self._slots) = CountSnapshot(self._buffer.counts.by_seq.sum(0)), (self._slots, None)
+        ages = None if slots is None else CountSnapshot(self._count(*self._looks))
+        self._pending = number, counts, ages, [] if slots is None else slots.layers
 
     def take(self) -> Usage | None:
         """Return a report, once it has arrived on the host."""
@@ -55,7 +115,10 @@ class UsageSampler:
             return None
         self._pending, before = None, self._reported
         hits, misses = self._reported = counts.values
-        curves = None if ages is None else miss_curves(ages.array, self._scales(layers))
+        curves = None
+        if ages is not None:
+            held, used = ages.array
+            curves = miss_curves(held[:, :-1], used, self._scales(layers))  # not the highest ages, which are unknown
         if curves is None:
             return Usage(number, hits - before[0], misses - before[1])
         by_layer = curves.reshape(len(layers), self._buffer.heads.num_heads, -1).mean(1)
@@ -85,38 +148,55 @@ class UsageSampler:
         scales = [fmean(rows) / rows[layer] for layer in layers]
         return [scale for scale in scales for _ in range(self._buffer.heads.num_heads)]
 
-    def _ages(self, request_index: int, layers: list[int]) -> torch.Tensor:
-        """Count a request's hot rows in some layers by the tokens since their last use.
-
-        Rows that were not used since they became hot, such as those of the prompt, do not count.
-
-        Returns:
-            [layers * heads, MAX_AGE + 1] int32 on the device; higher ages count as `MAX_AGE`.
-        """
+    def _slots_of(self, request_index: int, layers: list[int]) -> Slots:
+        """Find the slots of a request in some layers."""
         buffer, heads = self._buffer, self._buffer.heads
         tables = buffer.requests.hot_block_tables[heads.seqs(request_index)]
-        num_blocks = int(buffer.requests.num_hot_blocks[request_index])
-        is_equal = buffer.requests.divides_equally(request_index)
-        equal = None if buffer.requests.has_equal_rows is None else torch.full_like(tables[:, 0], int(is_equal))
-        rows_of = {
-            layer: hot.equal_rows_per_block if is_equal else hot.rows_per_block
-            for layer, hot in ((layer, buffer.layers[layer].hot) for layer in layers)
-        }
-        # NOTE: rows that a layer with fewer rows lacks are empty.
-        most_rows = num_blocks * max(rows_of.values())
-        held = torch.full((len(layers), heads.num_heads, most_rows, 2), -1, dtype=torch.int32, device=buffer.device)
-        entries: dict[int, torch.Tensor] = {}  # of all slots, by the rows of a block
-        for index, layer in enumerate(layers):
-            hot = buffer.layers[layer].hot
-            key = hot.rows_per_block
-            if key not in entries:
-                slots = torch.arange(num_blocks * rows_of[layer], device=buffer.device).expand(heads.num_heads, -1)
-                entries[key] = hot.entries(tables, slots, equal)
-            found = buffer.residency[layer].entries[entries[key]]
-            held[index, :, : found.shape[1]] = found
-        positions, last_uses = held.flatten(0, 1).unbind(-1)  # [layers * heads, most_rows] each
-        is_used = (positions >= 0) & (last_uses > positions)
-        newest = last_uses.where(is_used, -1).amax()
-        ages = (newest - last_uses).clamp(0, MAX_AGE).long()
-        counts = torch.zeros((len(positions), MAX_AGE + 1), dtype=torch.int32, device=buffer.device)
-        return counts.scatter_add_(1, ages, is_used.int())
+        blocks, is_equal = buffer.requests.hot_blocks_of(request_index), buffer.requests.divides_equally(request_index)
+        division = None if buffer.requests.has_equal_rows is None else torch.full_like(tables[:, 0], int(is_equal))
+        entries: dict[int, torch.Tensor] = {}
+        for hot in (buffer.layers[layer].hot for layer in layers):
+            if hot.rows_per_block not in entries:
+                num_rows = hot.equal_rows_per_block if is_equal else hot.rows_per_block
+                slots = torch.arange(len(blocks) * num_rows, device=buffer.device)
+                entries[hot.rows_per_block] = hot.entries(tables, slots.expand(heads.num_heads, -1), division)
+        return Slots(request_index, blocks, is_equal, layers, entries)
+
+    def _is_current(self, slots: Slots) -> bool:
+        """Return True if the slots are still those of the request."""
+        requests, index = self._buffer.requests, slots.request_index
+        has_same_blocks = np.array_equal(slots.blocks, requests.hot_blocks_of(index))
+        return has_same_blocks and slots.has_equal_rows == requests.divides_equally(index)
+
+    def _look(self, slots: Slots) -> HeldRows:
+        """Copy what is in the slots."""
+        buffer, num_heads = self._buffer, self._buffer.heads.num_heads
+        most_slots = max(entries.shape[1] for entries in slots.entries.values())
+        held = torch.full((len(slots.layers), num_heads, most_slots, 2), -1, dtype=torch.int32, device=buffer.device)
+        for index, layer in enumerate(slots.layers):
+            entries = slots.entries[buffer.layers[layer].hot.rows_per_block]
+            held[index, :, : entries.shape[1]] = buffer.residency[layer].entries[entries]
+        return HeldRows(*held.flatten(0, 1).unbind(-1))
+
+    def _count(self, earlier: HeldRows, before: HeldRows, after: HeldRows) -> torch.Tensor:
+        """Count hot rows by age, and those that a step has selected.
+
+        The age of a row is 0 if the step before selected it, because a buffer of any size holds it then. Other ages are
+        in the order in which rows are evicted. Rows that no step has selected since they became hot, such as those of
+        the prompt, count only when they are selected.
+
+        Args:
+            earlier, before, after: rows before the step before, before the step, and after it.
+
+        Returns:
+            [2, layers * heads, MAX_AGE + 1] int32 on the device: rows before the step by age, and selected rows by age.
+            The last column counts rows of higher ages, and selected rows that were not hot or do not count.
+        """
+        expiries = before.expiries.where(before.is_used, -1)
+        ages = (1 + expiries.amax() - expiries).clamp_max(MAX_AGE)
+        ages = ages.where(~before.is_selected_after(earlier), 0)
+        stayed = before.is_used & (after.positions == before.positions)
+        counts = torch.zeros((2, len(ages), MAX_AGE + 1), dtype=torch.int32, device=ages.device)
+        counts[0].scatter_add_(1, ages.long(), before.is_used.int())
+        counts[1].scatter_add_(1, ages.where(stayed, MAX_AGE).long(), after.is_selected_after(before).int())
+        return counts
