@@ -719,6 +719,8 @@ ffi::Map<ffi::String, int64_t> limits() {
     return {
         {"INTERFACE_VERSION", kInterfaceVersion},
         {"MAX_AGE", kMaxAge},
+        {"USE_BONUS", kUseBonus},
+        {"MAX_BONUS", kMaxBonus},
         {"MAX_TOP_K", kMaxTopK},
         {"MAX_QUERY_LEN", kMaxQueryLen},
         {"MAX_COLUMNS", kMaxColumns},
