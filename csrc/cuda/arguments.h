@@ -12,6 +12,7 @@ constexpr int kInterfaceVersion = HISPARSE_INTERFACE_VERSION;
 constexpr int kMaxAge = HISPARSE_MAX_AGE;
 constexpr int kUseBonus = HISPARSE_USE_BONUS;
 constexpr int kMaxBonus = HISPARSE_MAX_BONUS;
+static_assert(kUseBonus <= kMaxBonus && kMaxBonus < kMaxAge);
 constexpr int kMaxTopK = HISPARSE_MAX_TOP_K;
 constexpr int kMaxQueryLen = HISPARSE_MAX_QUERY_LEN;
 constexpr int kMaxColumns = HISPARSE_MAX_COLUMNS;

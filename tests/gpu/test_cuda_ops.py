@@ -378,19 +378,6 @@ def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], ne
     block_tables, seq_lens, top_k, query_lens = inputs
     decode = decode_metadata(state, case, block_tables, seq_lens, query_lens)
     ops.newest_row_ids(decode, state.hot, state.newest_row_ids)
-    distance = 3  # to the same rows of another layer, if a request has equal rows
-    by_layer = state.newest_row_ids.expand(2, -1).clone()
-    offsets = torch.tensor([case.equal_offset + distance, case.equal_offset], dtype=torch.int32)
-    ops.newest_row_ids(decode, state.hot, by_layer, offsets.to(by_layer.device))
-    assert torch.equal(by_layer[1], state.newest_row_ids)
-    is_live = state.newest_row_ids >= 0
-    assert ((by_layer[0] - by_layer[1])[~is_live] == 0).all()
-    equal = torch.zeros_like(is_live)
-    if case.equal_rows:
-        seqs = state.seq_indices[block_tables[:, 0].long().clamp(0, len(state.seq_indices) - 1)].long()
-        of_requests = (state.has_equal_rows[seqs.clamp_min(0)] > 0).repeat_interleave(case.query_len)
-        equal[: len(of_requests)] = of_requests & is_live[: len(of_requests)]
-    assert torch.equal(by_layer[0] - by_layer[1], distance * equal)
     # Rows without a newest row overwrite one that no request owns.
     spare = len(state.hot_storage) * state.hot.block_stride_rows - state.hot.block_stride_rows
     newest = state.newest_row_ids[: case.batch * case.query_len]
@@ -402,6 +389,22 @@ def run_step(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...], ne
         ops.resolve(state.residency, decode, top_k, state.hot, state.counts, state.out)
         ops.gather(state.host_rows, state.hot, state.out, case.batch)
     ops.write_back([state.hot], [state.host_rows], decode)
+
+
+def check_newest_rows_of_layers(ops, state: State, case: Case, inputs: tuple[torch.Tensor, ...]) -> None:
+    """In another layer, requests with equal rows have other newest rows than in this one, and all others the same."""
+    block_tables, seq_lens, _, query_lens = inputs
+    decode, distance = decode_metadata(state, case, block_tables, seq_lens, query_lens), 3
+    by_layer = state.newest_row_ids.expand(2, -1).clone()
+    offsets = torch.tensor([case.equal_offset + distance, case.equal_offset], dtype=torch.int32)
+    ops.newest_row_ids(decode, state.hot, by_layer, offsets.to(by_layer.device))
+    assert torch.equal(by_layer[1], state.newest_row_ids)
+    is_moved = torch.zeros_like(state.newest_row_ids, dtype=torch.bool)
+    if case.equal_rows:
+        seqs = state.seq_indices[block_tables[:, 0].long().clamp(0, len(state.seq_indices) - 1)].long()
+        of_requests = (state.has_equal_rows[seqs.clamp_min(0)] > 0).repeat_interleave(case.query_len)
+        is_moved[: len(of_requests)] = of_requests & (state.newest_row_ids[: len(of_requests)] >= 0)
+    assert torch.equal(by_layer[0] - by_layer[1], distance * is_moved)
 
 
 def spare_block_is_free(scenario: Scenario) -> bool:
@@ -430,7 +433,10 @@ def compare(case: Case, seed: int = 0, resizes: bool = False) -> None:
         reset_out(reference.out)
         reset_out(found.out)
         run_step(torch_ops, reference, case, inputs, new_rows, fused=True)
-        run_step(cuda_ops, found, case, tuple(x.cuda() for x in inputs), new_rows.cuda(), fused=step % 2 == 0)
+        on_device = tuple(x.cuda() for x in inputs)
+        run_step(cuda_ops, found, case, on_device, new_rows.cuda(), fused=step % 2 == 0)
+        check_newest_rows_of_layers(torch_ops, reference, case, inputs)
+        check_newest_rows_of_layers(cuda_ops, found, case, on_device)
         assert_same(reference, found)
     assert reference.counts.any() or case.longest < 8
 
