@@ -23,6 +23,8 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: Fla
 RESIDENCY_ENTRY_BYTES = 8  # position and expiry
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
 MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
+# Share of a sequence that must fit with equal rows, for which layers with more rows than others miss as much or more.
+EQUAL_ROWS_SHARE = 15 / 16
 MIN_IMPORT_PARTS = 2  # of an import buffer: one is read while another one is copied
 IMPORT_ALIGNMENT_BYTES = 256  # of these parts, so that pages are copied in words
 MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
@@ -293,8 +295,9 @@ class KVLayout:
 
     @property
     def equal_rows(self) -> int:
-        """Hot rows of each layer in one device block of a request that is hot as a whole, if these requests divide
-        their blocks equally among layers, and others by `row_shares`; 0: all requests divide them alike."""
+        """Hot rows of each layer in one device block of a request that is hot as a whole or nearly so, if these
+        requests divide their blocks equally among layers, and others by `row_shares`; 0: all requests divide them
+        alike."""
         return self.rows_per_hot_block if self.fewest_rows < self.rows_per_hot_block else 0
 
     @property
@@ -424,14 +427,14 @@ class KVLayout:
         num_rows = num_tokens + self.max_query_len * self.tokens_per_unit
         return self._blocks_of(min(num_rows, self._grown_rows(num_tokens)), self.whole_rows)
 
-    def fits_with_equal_rows(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return True if every layer holds a sequence of `num_tokens` in hot blocks that are divided equally.
+    def suits_equal_rows(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return True if every layer has slots for nearly all tokens in hot blocks that are divided equally.
 
         Args:
             num_blocks: hot blocks of the request.
             num_tokens: tokens after the next step, drafts included.
         """
-        return num_tokens - 1 + self.max_query_len <= num_blocks * self.equal_rows
+        return EQUAL_ROWS_SHARE * (num_tokens - 1 + self.max_query_len) <= num_blocks * self.equal_rows
 
     def _grown_rows(self, num_tokens: int) -> int:
         """Rows of a hot buffer that grows with its sequence, `block_size` tokens at a time."""

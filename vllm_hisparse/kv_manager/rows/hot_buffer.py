@@ -43,7 +43,7 @@ class HotBufferShape:
         state_columns: as in `RequestTable`.
         layer_rows: hot rows of each layer in a device block; (): `rows_per_hot_block`.
         places: place of each layer's rows in a device block, as in `RowClasses.of`.
-        equal_rows: hot rows of each layer in a device block of a request that is hot as a whole; 0: as for others.
+        equal_rows: hot rows of each layer in a device block of a request that has equal rows; 0: none has.
     """
 
     num_requests: int

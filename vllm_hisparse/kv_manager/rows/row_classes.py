@@ -16,7 +16,7 @@ class RowClasses:
     Attributes:
         rows_per_block: hot rows of a layer in a block, for each class; of one KV head and in units for a dense model.
         of_layer: class of each layer.
-        equal_rows: hot rows of every layer in a block of a request that is hot as a whole; 0: as for other requests.
+        equal_rows: hot rows of every layer in a block of a request that has equal rows; 0: none has.
         equal_offsets: for each layer, as in `RowPlace`; (): 0 for all.
     """
 
