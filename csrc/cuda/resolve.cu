@@ -21,7 +21,9 @@ __device__ __forceinline__ void resolve_padding(const Resolved& out, int batch_i
 
 // One thread block or one cluster of blocks per request. Each warp takes a run of columns and, if victims are chosen, a
 // run of slots. In this way, ballots and prefix sums give every order, and nothing is sorted.
-template <int kColumnRounds, bool kHasDrafts, bool kIsCluster>
+// kHasEqualRows: whether requests may have equal rows, or the rows of a layer are not next to each other. Without it,
+// the place of a slot takes fewer instructions and registers.
+template <int kColumnRounds, bool kHasDrafts, bool kIsCluster, bool kHasEqualRows>
 __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const Residency residency,
     const DecodeMetadata decode,
@@ -63,11 +65,13 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const NewPositions added(seq_len, query_len, decode.max_query_len, __ldg(decode.num_hot_rows + seq_index));
     const int32_t* hot_block_table = decode.hot_block_tables + seq_index * decode.hot_block_table_stride;
     asm("" : "+l"(hot_block_table));  // NOTE: without this, the compiler computes it for every slot
-    const bool is_equal = has_equal_rows(decode, seq_index);
-    const Divisor& rows = is_equal ? equal_rows_per_block : rows_per_block;
-    const int32_t first_row = is_equal ? hot.equal_offset : 0;
+    const bool is_equal = kHasEqualRows && has_equal_rows(decode, seq_index);
+    const Divisor rows = is_equal ? equal_rows_per_block : rows_per_block;
+    const int32_t pitch = kHasEqualRows ? hot.pitch : 1;
+    const int32_t entries_per_block = kHasEqualRows ? hot.entries_per_block : rows_per_block.divisor;
     const Request request{
-        decode, hot, hot_block_table, rows, first_row, block_size, batch_index, seq_index, added
+        decode, hot, hot_block_table, rows, is_equal ? hot.equal_offset : 0, pitch, entries_per_block, block_size,
+        batch_index, seq_index, added
     };
     if (added.fits) {
         if (cluster.rank != 0) return;
@@ -104,26 +108,32 @@ struct Device {
 
 // A kernel whose rounds cover the columns of a request.
 struct Variant {
-    decltype(&resolve_kernel<2, false, false>) kernel;
+    decltype(&resolve_kernel<2, false, false, false>) kernel;
     decltype(kernel) cluster_kernel;
     int column_rounds;  // 0: there is no such kernel
 
-    template <int kColumnRounds, bool kHasDrafts>
+    template <int kColumnRounds, bool kHasDrafts, bool kHasEqualRows>
     static Variant of() {
-        constexpr auto kernel = resolve_kernel<kColumnRounds, kHasDrafts, false>;
-        return {kernel, resolve_kernel<kColumnRounds, kHasDrafts, true>, kColumnRounds};
+        constexpr auto kernel = resolve_kernel<kColumnRounds, kHasDrafts, false, kHasEqualRows>;
+        return {kernel, resolve_kernel<kColumnRounds, kHasDrafts, true, kHasEqualRows>, kColumnRounds};
+    }
+    template <int kColumnRounds, bool kHasDrafts>
+    static Variant of(bool has_equal_rows) {
+        return has_equal_rows ? of<kColumnRounds, kHasDrafts, true>() : of<kColumnRounds, kHasDrafts, false>();
     }
 };
 
 // Return the smallest such kernel.
-Variant choose_variant(int num_columns, int max_query_len) {
+Variant choose_variant(int num_columns, int max_query_len, bool has_equal_rows) {
     constexpr Variant kNone{};
     if (max_query_len < 1 || max_query_len > kMaxQueryLen || num_columns % max_query_len != 0) return kNone;
     if (num_columns > (max_query_len > 1 ? kMaxColumns : kMaxTopK)) return kNone;
     const bool has_drafts = max_query_len > 1;
-    if (num_columns <= 2 * kNumThreads) return has_drafts ? Variant::of<2, true>() : Variant::of<2, false>();
-    if (num_columns <= 4 * kNumThreads) return has_drafts ? Variant::of<4, true>() : Variant::of<4, false>();
-    return Variant::of<kMaxColumns / kNumThreads, true>();
+    const bool is_small = num_columns <= 2 * kNumThreads;
+    if (is_small) return has_drafts ? Variant::of<2, true>(has_equal_rows) : Variant::of<2, false>(has_equal_rows);
+    const bool is_middle = num_columns <= 4 * kNumThreads;
+    if (is_middle) return has_drafts ? Variant::of<4, true>(has_equal_rows) : Variant::of<4, false>(has_equal_rows);
+    return Variant::of<kMaxColumns / kNumThreads, true>(has_equal_rows);
 }
 
 // Return the number of thread blocks of a request: as many as get enough slots each, if every block of the launch has a
@@ -150,7 +160,8 @@ cudaError_t launch_resolve(
     if (decode.batch == 0) return cudaSuccess;
     const int num_columns = out.num_columns;
     const int64_t num_hot_rows = static_cast<int64_t>(decode.num_hot_blocks) * hot.entries_per_block;
-    const Variant variant = choose_variant(num_columns, decode.max_query_len);
+    const bool has_equal_rows = hot.equal_rows_per_block > 0 || hot.pitch != 1;
+    const Variant variant = choose_variant(num_columns, decode.max_query_len, has_equal_rows);
     if (variant.column_rounds == 0 || num_hot_rows > kMaxHotRows) return cudaErrorInvalidValue;
     Device device{};
     if (const cudaError_t error = device.ask()) return error;

@@ -66,8 +66,12 @@ struct Request {
     const DecodeMetadata& decode;
     const HotRows& hot;
     const int32_t* hot_block_table;  // [decode.num_hot_blocks]
-    const Divisor& rows_per_block;
-    int32_t first_row;  // of a block
+    // Division of the request's blocks: rows of the layer in a block, and their places.
+    // NOTE: these are values, because a reference to one of two arguments of the kernel would be loaded for every slot.
+    Divisor rows_per_block;
+    int32_t first_row;
+    int32_t pitch;
+    int32_t entries_per_block;
     const Divisor& block_size;
     int batch_index;
     int32_t seq_index;
@@ -77,8 +81,8 @@ struct Request {
     __device__ Place place(int32_t slot) const {
         const int32_t index = slot / rows_per_block, offset = slot - index * rows_per_block.divisor;
         const int32_t block = __ldg(hot_block_table + index);
-        const int64_t row_id = block * hot.block_stride_rows + first_row + offset * hot.pitch;
-        return {static_cast<int32_t>(row_id), block * hot.entries_per_block + offset};
+        const int64_t row_id = block * hot.block_stride_rows + first_row + offset * pitch;
+        return {static_cast<int32_t>(row_id), block * entries_per_block + offset};
     }
     __device__ int64_t host_row_id(int32_t position) const {
         return flat_host_row_id(decode, block_size, seq_index, position);
