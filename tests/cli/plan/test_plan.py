@@ -350,6 +350,8 @@ def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
                 *("peers", "peers_drafts", "peers_fit", "fit", "admission_settled"),
                 *("equal_shares", "select_positions", "rows_by_layer", "large_pool"),
                 "own_copies",
+                "equal_rows",
+                "lrfu",
             )
         ),  # cases of other files, beside SGLang, on one GPU, after more steps, or with another swap-in
     }
