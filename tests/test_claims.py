@@ -1111,10 +1111,14 @@ def test_equal_rows_of_requests_that_are_hot_as_a_whole() -> None:
     assert claim in text
     (before,) = rows("full_depth_large_pool", system="ours", rows_by_layer="code-dsa-8192:3.5", **case)
     before = before["tokens_per_s"] / cell("full_depth_large_pool", "tokens_per_s", system="full", **case)
-    assert f"before, they ran at {before:.2f}" in text
+    assert f"they ran at {before:.2f}" in text
     decision = (ROOT / "docs" / "decisions" / "rows-by-layer.md").read_text().replace("\n", " ")
-    assert f"16 requests of 32K ran at {before:.2f} times full KV's tokens/s" in decision
+    assert f"16 requests of 32K ran at {before:.2f} times full KV's tokens/s with keys in 4 bits" in decision
     assert f"they ran at {ratios[1]:.2f}, and with keys in 8 bits at {ratios[0]:.2f}" in decision
+    whole_only, listed = (rows("full_depth_lrfu", eviction=policy, **case)[0] for policy in ("lrfu", "lru"))
+    hits, speed = f"{whole_only['hit_rate']:.1%}", whole(whole_only["tokens_per_s"])
+    assert f"16 requests of 32K hit {hits} and decoded {speed} tokens/s, less than with the list alone" in decision
+    assert f"({listed['hit_rate']:.1%} and {whole(listed['tokens_per_s'])};" in decision
 
 
 def test_lrfu_beside_lru() -> None:
@@ -1134,7 +1138,7 @@ def test_lrfu_beside_lru() -> None:
     hits = f"it hit {new['hit_rate']:.1%} instead of {old['hit_rate']:.1%}"
     assert f"With {new['running_max']} requests and keys in 4 bits, {hits}" in text
     speeds = sorted(round(row["tokens_per_s"]) for row in (new, old))
-    assert f"both decoded {speeds[0]:,} to {speeds[1]:,} tokens/s" in text
+    assert f"the engines decoded {speeds[1]:,} and {speeds[0]:,} tokens/s" in text
     fewer = (1 - new["hit_rate"]) / (1 - old["hit_rate"])
     assert f"it missed {1 - fewer:.0%} fewer rows, but other kernels hide the copies" in decision
 

@@ -264,9 +264,10 @@ def test_requests_that_are_hot_as_a_whole_have_equal_rows() -> None:
     assert layout.num_whole_blocks(1 << 20) == MAX_HOT_ROWS // 19, "the layer with the most rows decides"
     assert layout.device_block_bytes == equal.device_block_bytes
     assert layout.residency_block_bytes == 8 * (13 + 19), "two layers select"
-    assert layout.suits_equal_rows(60, 832) and not layout.suits_equal_rows(60, 833), "60 * 13 / 832 is 15/16"
+    assert layout.suits_equal_rows(60, 832, False) and not layout.suits_equal_rows(60, 833, False), "15/16 of 832"
+    assert layout.suits_equal_rows(56, 832, True) and not layout.suits_equal_rows(56, 833, True), "7/8 of 832"
     drafting = replace(layout, max_query_len=3)
-    assert drafting.suits_equal_rows(60, 830) and not drafting.suits_equal_rows(60, 831)
+    assert drafting.suits_equal_rows(60, 830, False) and not drafting.suits_equal_rows(60, 831, False)
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (0.98, 1.02)])

@@ -23,8 +23,9 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: Fla
 RESIDENCY_ENTRY_BYTES = 8  # position and expiry
 MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
 MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
-# Share of a sequence that must fit with equal rows, for which layers with more rows than others miss as much or more.
-EQUAL_ROWS_SHARE = 15 / 16
+# A request gets equal rows when they have slots for the first share of its tokens, and keeps them while they have slots
+# for the second one. NOTE: a change of the division empties all of its hot rows.
+EQUAL_ROWS_SHARE, LEAST_EQUAL_ROWS_SHARE = 15 / 16, 7 / 8
 MIN_IMPORT_PARTS = 2  # of an import buffer: one is read while another one is copied
 IMPORT_ALIGNMENT_BYTES = 256  # of these parts, so that pages are copied in words
 MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
@@ -266,7 +267,7 @@ class KVLayout:
 
     @cached_property
     def layer_rows(self) -> tuple[int, ...]:
-        """Hot rows of each layer in one device block, in which they lie one after the other."""
+        """Hot rows of each layer in one device block, at `row_places`."""
         if not self.row_shares:
             return (self.rows_per_hot_block,) * self.num_layers
         groups = zip(self.selecting_rows, self.row_shares, strict=True)
@@ -427,14 +428,16 @@ class KVLayout:
         num_rows = num_tokens + self.max_query_len * self.tokens_per_unit
         return self._blocks_of(min(num_rows, self._grown_rows(num_tokens)), self.whole_rows)
 
-    def suits_equal_rows(self, num_blocks: int, num_tokens: int) -> bool:
+    def suits_equal_rows(self, num_blocks: int, num_tokens: int, has_equal_rows: bool) -> bool:
         """Return True if every layer has slots for nearly all tokens in hot blocks that are divided equally.
 
         Args:
             num_blocks: hot blocks of the request.
             num_tokens: tokens after the next step, drafts included.
+            has_equal_rows: True if they are divided equally now.
         """
-        return EQUAL_ROWS_SHARE * (num_tokens - 1 + self.max_query_len) <= num_blocks * self.equal_rows
+        share = LEAST_EQUAL_ROWS_SHARE if has_equal_rows else EQUAL_ROWS_SHARE
+        return share * (num_tokens - 1 + self.max_query_len) <= num_blocks * self.equal_rows
 
     def _grown_rows(self, num_tokens: int) -> int:
         """Rows of a hot buffer that grows with its sequence, `block_size` tokens at a time."""

@@ -38,8 +38,8 @@ struct HotRows {
     int32_t rows_per_block;
     int32_t pitch;
     int32_t equal_rows_per_block;  // rows in a block that is divided equally; 0: no block is
-    int32_t equal_offset;          // may be negative
-    int32_t entries_per_block;     // in the residency: the larger number of rows
+    int32_t equal_offset;  // may be negative
+    int32_t entries_per_block;  // in the residency: the larger number of rows
 };
 
 // Rows of one layer in the host pool.

@@ -274,8 +274,7 @@ Arguments<LayerGroup> layer_group(ffi::Array<Arguments<HotRows>> hot, ffi::Array
         const HostRows home = host_rows_of(TensorView(host[index]), rows);
         const bool is_alike = rows.row_bytes == group.sizes.row_bytes
                               && rows.block_stride_rows == group.sizes.block_stride_rows
-                              && rows.rows_per_block == group.sizes.rows_per_block
-                              && rows.pitch == group.sizes.pitch
+                              && rows.rows_per_block == group.sizes.rows_per_block && rows.pitch == group.sizes.pitch
                               && rows.equal_rows_per_block == group.sizes.equal_rows_per_block;
         check(is_alike, "layers are of unequal sizes");
         group.rows.hot[index] = rows.rows;

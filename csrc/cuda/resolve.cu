@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kNumThreads, 1) resolve_kernel(
     const int32_t pitch = kHasEqualRows ? hot.pitch : 1;
     const int32_t entries_per_block = kHasEqualRows ? hot.entries_per_block : rows_per_block.divisor;
     const Request request{
-        decode, hot, hot_block_table, rows, is_equal ? hot.equal_offset : 0, pitch, entries_per_block, block_size,
-        batch_index, seq_index, added
+        decode,     hot,         hot_block_table, rows, is_equal ? hot.equal_offset : 0, pitch, entries_per_block,
+        block_size, batch_index, seq_index,       added
     };
     if (added.fits) {
         if (cluster.rank != 0) return;

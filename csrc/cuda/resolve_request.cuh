@@ -111,7 +111,7 @@ struct Share {
     int size;
     int rounds;
     int run_start;  // first column of the warp
-    int first;      // first column of the thread
+    int first;  // first column of the thread
 
     __device__ explicit Share(int size)
         : size(size),

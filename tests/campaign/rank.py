@@ -9,7 +9,7 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
 
-from vllm_hisparse.layout import EQUAL_ROWS_SHARE
+from vllm_hisparse.layout import LEAST_EQUAL_ROWS_SHARE
 
 from .checks import Finding, check
 from .configuration import BLOCK_SIZE, FIXED_BUFFER_SIZE
@@ -243,7 +243,7 @@ class Rank:
         check(bool(hot), f"{step.reads(entry, self)}: without hot blocks")
         num_rows, rows_per_block = min(entry.last, FIXED_BUFFER_SIZE + 1), self.layout.fewest_rows
         if entry.first_hot_block_id in self.with_equal_rows:
-            num_rows, rows_per_block = ceil(entry.last * EQUAL_ROWS_SHARE), self.layout.equal_rows
+            num_rows, rows_per_block = ceil(entry.last * LEAST_EQUAL_ROWS_SHARE), self.layout.equal_rows
         check(len(hot) * rows_per_block >= num_rows, f"{step.reads(entry, self)}: {len(hot)} hot blocks")
         num_state_blocks = self.layout.state.num_blocks(entry.last)
         check(len(state) >= num_state_blocks, f"{step.reads(entry, self)}: {len(state)} state blocks")

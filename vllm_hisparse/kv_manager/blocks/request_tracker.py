@@ -710,16 +710,13 @@ class RequestTracker:
     def _divides_equally(self, request_id: str, admitted: AdmittedRequest) -> bool:
         """Decide whether a request's hot blocks are divided equally among layers: whether it is nearly hot as a whole.
 
-        NOTE: a change empties its hot rows, so the division becomes equal only if it stays so for some steps. A request
-        that does not have all of its own hot blocks yet always fits, and in the other division layers would lack rows.
+        NOTE: a request that does not have all of its own hot blocks yet always fits, and in the other division layers
+        would lack rows.
         """
         if not self.layout.equal_rows:
             return False
-        keeps_rows = admitted.sent_equal_rows or not admitted.sent_hot_ids
-        num_soon = 0 if keeps_rows else STEPS_PER_BALANCE * self.layout.max_query_len
         num_blocks = len(self._own_hot_blocks[request_id]) + len(admitted.lent)
-        num_tokens = min(admitted.num_tokens + num_soon, max(self.max_model_len, admitted.num_tokens))
-        return self.layout.suits_equal_rows(num_blocks, num_tokens)
+        return self.layout.suits_equal_rows(num_blocks, admitted.num_tokens, admitted.sent_equal_rows)
 
     def _idle(self, num_scheduled: Mapping[str, int]) -> list[str]:
         """Choose the requests that the worker forgets, so that it has room for every request of this step.

@@ -128,10 +128,12 @@ class UsageSampler:
 
     def _next_request(self) -> int | None:
         """Choose the next request whose buffer can hold a selection; None: there is none."""
-        num_blocks, heads, shape = self._buffer.requests.num_hot_blocks, self._buffer.heads, self._buffer.shape
+        requests, heads, shape = self._buffer.requests, self._buffer.heads, self._buffer.shape
+        num_blocks, least_rows = requests.num_hot_blocks, shape.top_k + shape.max_query_len * heads.tokens_per_unit
         for offset in range(1, len(num_blocks) + 1):
             index = (self._request_index + offset) % len(num_blocks)
-            if num_blocks[index] * shape.fewest_rows > shape.top_k + shape.max_query_len * heads.tokens_per_unit:
+            rows_per_block = shape.equal_rows if requests.divides_equally(index) else shape.fewest_rows
+            if num_blocks[index] * rows_per_block > least_rows:
                 self._request_index = index
                 return index
         return None
