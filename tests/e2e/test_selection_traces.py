@@ -15,7 +15,8 @@ from vllm_hisparse.trace import Trace
 
 pytestmark = pytest.mark.e2e
 
-HOT_ROWS, MAX_TOKENS, LENGTHS = 320, 40, [700, 1100]
+HOT_ROWS = 577  # with the newest token's row, all rows of 34 blocks; other numbers would be rounded up
+MAX_TOKENS, LENGTHS = 40, [700, 1100]
 
 
 @pytest.mark.slow
@@ -37,11 +38,16 @@ def test_a_recorded_trace_is_what_the_engine_did(run, reference, tmp_path: Path)
         _, first, second, third = request.positions
         assert np.array_equal(first, second) and np.array_equal(first, third)
         assert not np.array_equal(request.positions[0], first)
-    replay = Replay.run(trace, sequences(trace), "lrfu", "buffers", HOT_ROWS)
     hits, misses = record["counters"]["cache_hits"], record["counters"]["cache_misses"]
-    assert replay.selected.sum() == hits + misses
-    # A trace does not keep the order of a step's ranks, in which the engine copies rows of the same step.
-    assert replay.missed.sum() == pytest.approx(misses, rel=1e-3)
+    selected, missed = {}, {}
+    for policy in ("lrfu", "lru"):
+        replay = Replay.run(trace, sequences(trace), policy, "buffers", HOT_ROWS)
+        selected[policy], missed[policy] = replay.selected.sum(), replay.missed.sum()
+    assert selected["lrfu"] == hits + misses
+    # A trace does not keep the order of ranks, in which the engine fills slots. It decides between rows that expire in
+    # the same step: random orders miss 0.2 to 0.4% more than the engine did, and LRU misses 1.1% more.
+    assert missed["lrfu"] == pytest.approx(misses, rel=6e-3)
+    assert abs(missed["lrfu"] - misses) < abs(missed["lru"] - misses)
 
 
 @pytest.mark.slow
