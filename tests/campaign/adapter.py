@@ -7,18 +7,23 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    hash_block_tokens,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,6 +46,7 @@ from vllm_hisparse.layout import KVLayout
 from .checks import check
 from .configuration import BLOCK_SIZE, MAX_MODEL_LEN, Configuration
 from .rank import BatchEntry
+from .router import Router
 from .texts import Text
 
 if TYPE_CHECKING:
@@ -123,7 +129,9 @@ class Product:
                 block_size=BLOCK_SIZE,
                 log_stats=True,
             )
-        self.half = self.scheduler.connector.scheduler
+        self.half, self.has_tier = self.scheduler.connector.scheduler, make_tiers is not None
+        self.router = Router(partial(hash_block_tokens, sha256))
+        self.scheduler.kv_event_publisher.publish = self.router.publish
         assert self.half.host_pool.num_blocks == sizes.num_host_blocks
         self.max_in_flight = self.vllm_config.max_concurrent_batches
 
@@ -181,6 +189,15 @@ class Product:
         for block in self._owned_device_blocks():
             num_refs[block.block_id] += 1
         assert [block.ref_cnt for block in pool.blocks[1:]] == num_refs[1:], "device blocks are lost or owned twice"
+        self._check_events()
+
+    def _check_events(self) -> None:
+        """Routers know the host prefix cache; what came from a tier is told once a request uses it."""
+        host_pool, events = self.half.host_pool, self.half.events
+        told = self.router.told(events._events if events else ())
+        hashes = map(host_pool.hash_of, range(host_pool.num_blocks))
+        published = {maybe_convert_block_hash(block_hash) for block_hash in hashes if block_hash is not None}
+        assert told <= published if self.has_tier else told == published, "routers know another host prefix cache"
 
     def num_used_host_blocks(self) -> int:
         return self.half.host_pool.num_used
@@ -353,6 +370,7 @@ def _base_config(role: str, num_drafts: int, has_draft_layer: bool) -> VllmConfi
         max_model_len=MAX_MODEL_LEN,
         kv_transfer_config=transfer,
         speculative_config=drafts,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE

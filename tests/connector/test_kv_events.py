@@ -1,39 +1,142 @@
-"""KV cache events tell of prefixes on the device alone, which a router that follows them has to know."""
+"""KV cache events tell routers of the prefixes in the host pool, and of those on the device."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from campaign.script import ScriptedEngine
+from campaign.script import ScriptedEngine, make_request
 from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import Request
 
 from vllm_hisparse.connector import connector
+from vllm_hisparse.kv_manager.blocks.kv_events import HostPoolEvents
 
-PROMPT = list(range(10, 20))
+PROMPT = list(range(10, 20))  # two blocks and a half
+
+
+class Publisher:
+    """Records the events of a scripted engine, by medium."""
+
+    def __init__(self, engine: ScriptedEngine):
+        self.events: dict[str | None, list[KVCacheEvent]] = {}
+        self.router = engine.product.router
+        engine.scheduler.kv_event_publisher.publish = self.publish
+
+    def publish(self, batch) -> None:
+        self.router.publish(batch)
+        for event in batch.events:
+            self.events.setdefault(getattr(event, "medium", None), []).append(event)
+
+    def take(self, medium: str) -> list[KVCacheEvent]:
+        return self.events.pop(medium, [])
 
 
 @pytest.mark.parametrize(
-    ("config", "is_warned"),
+    ("config", "publishes"),
     [
         (None, False),
         (KVEventsConfig(), False),
         (KVEventsConfig(enable_kv_cache_events=True, publisher="null"), True),
     ],
 )
-def test_events_are_warned_of(config: KVEventsConfig | None, is_warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(connector.logger, "warning", lambda text, *args: warnings.append(text % args))
-    connector.warn_of_kv_events(SimpleNamespace(kv_events_config=config))
-    assert [text for text in warnings if "Prefixes in the host pool and in tiers are in no event" in text] == warnings
-    assert bool(warnings) == is_warned
+def test_events_are_published_if_vllm_publishes_its_own(config: KVEventsConfig | None, publishes: bool) -> None:
+    assert connector._publishes_events(SimpleNamespace(kv_events_config=config)) == publishes
 
 
-@pytest.mark.parametrize("has_resident_group", [True, False])
-def test_prefixes_of_the_host_pool_are_in_no_event(has_resident_group: bool) -> None:
-    """If vLLM or the connector begins to publish them, the warning is wrong."""
-    engine = ScriptedEngine(has_resident_group=has_resident_group)
-    engine.block_pool.enable_kv_cache_events, published = True, []
-    engine.scheduler.kv_event_publisher.publish = published.append
+def test_events_are_those_that_vllm_publishes_for_the_device() -> None:
+    """Model and tokens being equal, a router sees the same blocks in both memories."""
+    engine = ScriptedEngine()
+    publisher = Publisher(engine)
+    request = engine.ask("first", PROMPT, max_tokens=8)
+    engine.run_to_end()
+    on_device, on_host = publisher.take("GPU"), publisher.take("CPU")
+    blocks = [
+        [fields(event, index) for event in events for index in range(len(event.block_hashes))]
+        for events in (on_device, on_host)
+    ]
+    assert blocks[0] == blocks[1] and len(blocks[1]) == len(request.block_hashes) == 4
+    groups = engine.half.groups
+    assert {event.group_idx for event in on_host} == {groups.hot_group_id} != {event.group_idx for event in on_device}
+    assert {event.kv_cache_spec_kind for event in on_host} == {"mla_attention"}
+
+
+def names(request: Request) -> list[Any]:
+    """Hashes of a request's blocks, as events name them."""
+    return list(map(maybe_convert_block_hash, request.block_hashes))
+
+
+def fields(event: BlockStored, index: int) -> tuple:
+    """The part of an event that tells of one of its blocks."""
+    size = event.block_size
+    parent = event.block_hashes[index - 1] if index else event.parent_block_hash
+    tokens = event.token_ids[index * size : (index + 1) * size]
+    return (event.block_hashes[index], parent, tokens, size, event.extra_keys[index], event.lora_id, event.session_id)
+
+
+def test_evicted_blocks_are_told_of_once() -> None:
+    engine = ScriptedEngine(num_host_blocks=8)
+    publisher = Publisher(engine)
     first = engine.ask("first", PROMPT, max_tokens=2)
     engine.run_to_end()
-    assert engine.host_pool.cached_prefix(first.block_hashes, 100).num_tokens == 8
-    assert bool(published) == has_resident_group
+    publisher.take("CPU")
+    engine.ask("second", range(100, 128), max_tokens=2)
+    engine.run_to_end()
+    removed = [event for event in publisher.take("CPU") if isinstance(event, BlockRemoved)]
+    assert [block_hash for event in removed for block_hash in event.block_hashes] == names(first)[1::-1]
+    engine.ask("again", PROMPT, max_tokens=2)
+    engine.run_to_end()
+    stored = [event for event in publisher.take("CPU") if isinstance(event, BlockStored)]
+    assert [block_hash for event in stored for block_hash in event.block_hashes][:2] == names(first)[:2]
+
+
+def test_a_known_prefix_is_told_again_to_those_who_ask_for_all() -> None:
+    engine = ScriptedEngine()
+    publisher = Publisher(engine)
+    engine.ask("first", PROMPT, max_tokens=2)
+    engine.run_to_end()
+    publisher.take("CPU")
+    engine.ask("second", PROMPT, max_tokens=2)
+    engine.run_to_end()
+    assert publisher.take("CPU") == []
+    publisher.router.may_repeat = True
+    full = engine.ask("third", PROMPT, max_tokens=2, extra_args={"kv_cache_report_mode": "full"})
+    engine.run_to_end()
+    [event] = publisher.take("CPU")
+    assert (event.block_hashes, event.parent_block_hash) == (names(full)[:2], None)
+
+
+def test_a_reset_removes_all() -> None:
+    engine = ScriptedEngine()
+    publisher = Publisher(engine)
+    request = engine.ask("first", PROMPT, max_tokens=2)
+    engine.run_to_end()
+    publisher.take("CPU")
+    engine.reset(reset_running=False, reset_connector=True)
+    engine.ask("second", [1], max_tokens=1)
+    engine.run_to_end()
+    [event] = publisher.take("CPU")
+    assert isinstance(event, BlockRemoved) and set(event.block_hashes) == set(names(request)[:2])
+
+
+def test_runs_of_blocks_share_an_event() -> None:
+    """Blocks in between that are known already are left out."""
+    request = make_request("some", range(24))
+    request.block_hashes[:] = [bytes([index]) for index in range(6)]
+    events = HostPoolEvents(4, 1, is_mla=False)
+    events.stored(request, [2])
+    events.stored(request, [0, 1, 2, 3, 5])
+    shown = [(event.block_hashes, event.parent_block_hash, event.token_ids) for event in events.take()]
+    assert shown == [
+        ([2], 1, [8, 9, 10, 11]),
+        ([0, 1], None, list(range(8))),
+        ([3], 2, [12, 13, 14, 15]),
+        ([5], 4, [20, 21, 22, 23]),
+    ]
+    assert events.take() == []
+    events.removed(b"\4")  # which nobody was told of
+    events.removed(b"\5")
+    events.removed(b"\3")
+    [event] = events.take()
+    assert (event.block_hashes, event.medium, event.group_idx) == ([5, 3], "CPU", 1)

@@ -68,7 +68,6 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             release_failed_loads()
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
-            warn_of_kv_events(vllm_config)
             # NOTE: the scheduler half needs vLLM's KV cache manager, which vLLM makes after this object.
             self._make_scheduler = partial(
                 HiSparseSchedulerConnector,
@@ -82,6 +81,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools=num_host_pools(vllm_config),
                 make_tiers=partial(make_tiers, vllm_config, config, groups.layout),
+                publishes_events=_publishes_events(vllm_config),
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
@@ -145,7 +145,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         # NOTE: this is the only hook that vLLM calls once for every step's output, even for an empty one.
         self.scheduler.step_processed()
-        return ()
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool:
         self.scheduler.reset_cache()
@@ -288,12 +288,6 @@ def _log_summary(
         )
 
 
-def warn_of_kv_events(vllm_config: VllmConfig) -> None:
-    """Log a warning if a router may follow the engine's KV cache events, because most prefixes are in none of them."""
+def _publishes_events(vllm_config: VllmConfig) -> bool:
     events = vllm_config.kv_events_config
-    if events is not None and events.enable_kv_cache_events:
-        logger.warning(
-            "HiSparse: KV cache events tell only of blocks in device memory, and of none if no layer keeps its KV "
-            "there. Prefixes in the host pool and in tiers are in no event. A router that follows events does not find "
-            "them: let it route by prefix or by session instead."
-        )
+    return events is not None and events.enable_kv_cache_events

@@ -21,6 +21,7 @@ from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool
 from vllm_hisparse.kv_manager.blocks.hot_block_manager import serve_managers
+from vllm_hisparse.kv_manager.blocks.kv_events import HostPoolEvents
 from vllm_hisparse.kv_manager.blocks.request_tracker import Obstacle, RequestTracker
 from vllm_hisparse.kv_manager.blocks.rows_by_layer import RowsByLayer
 from vllm_hisparse.kv_manager.blocks.step_form import StepForm
@@ -30,6 +31,7 @@ from vllm_hisparse.kv_manager.metadata import HiSparseMetadata
 from vllm_hisparse.kv_manager.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -56,6 +58,7 @@ class HiSparseSchedulerConnector:
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: host pools of `num_host_blocks`; each holds the same blocks for other KV heads.
         make_tiers: makes the tiers below the host pool, once the workers have reported its memory.
+        publishes_events: True if vLLM publishes events about cached blocks.
     """
 
     def __init__(
@@ -71,9 +74,19 @@ class HiSparseSchedulerConnector:
         num_ranks: int = 1,
         num_host_pools: int = 1,
         make_tiers: Callable[[HostBlockPool, list[HostPoolFile]], Tiers] | None = None,
+        publishes_events: bool = False,
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
-        self.host_pool = HostBlockPool(num_host_blocks, self.layout.block_size, reports_cached=bool(config.tiers))
+        self.events: HostPoolEvents | None = None
+        if publishes_events and enable_caching:
+            is_mla = self.layout.num_kv_heads is None
+            self.events = HostPoolEvents(self.layout.block_size, groups.hot_group_id, is_mla)
+        self.host_pool = HostBlockPool(
+            num_host_blocks,
+            self.layout.block_size,
+            reports_cached=bool(config.tiers),
+            on_removed=self.events.removed if self.events else None,
+        )
         self.deferred = Deferred()
         self.admission: AdmissionControl | None = None
         if config.controls_admission(self.layout.max_query_len):
@@ -92,6 +105,7 @@ class HiSparseSchedulerConnector:
             max_num_running,
             max_num_batched_tokens,
             self.admission,
+            self.events,
         )
         serve_managers(self.tracker)
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
@@ -190,6 +204,10 @@ class HiSparseSchedulerConnector:
         self.deferred.step_processed()
         if self.admission:
             self.admission.step_processed()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return what routers have not been told yet of the host prefix cache."""
+        return self.events.take() if self.events else []
 
     def has_pending_work(self) -> bool:
         """Return True if steps are needed even if there is no request."""

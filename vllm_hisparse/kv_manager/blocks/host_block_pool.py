@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -85,10 +85,17 @@ class HostBlockPool:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         reports_cached: True if `take_newly_cached` and `take_newly_published` are called.
+        on_removed: called with each hash that is published no longer.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, reports_cached: bool = False):
-        self.num_blocks, self.block_size = num_blocks, block_size
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        reports_cached: bool = False,
+        on_removed: Callable[[Hashable], None] | None = None,
+    ):
+        self.num_blocks, self.block_size, self._on_removed = num_blocks, block_size, on_removed
         self._requests: dict[str, list[int]] = {}
         self._preempted: dict[str, _Preempted] = {}
         self._newly_cached: dict[int, None] | None = {} if reports_cached else None
@@ -256,7 +263,7 @@ class HostBlockPool:
     def reset_cache(self) -> None:
         """Forget every cached block, including the blocks of preempted requests."""
         for block_id in range(self.num_blocks):
-            self._keys.remove(block_id)
+            self._unpublish(block_id)
         self._free.extend(self._evictable)
         self._evictable.clear()
         self._preempted.clear()
@@ -367,9 +374,15 @@ class HostBlockPool:
             block_id = self._free.popleft()
         else:
             block_id, _ = self._evictable.popitem(last=False)
-            self._keys.remove(block_id)
+            self._unpublish(block_id)
         self._num_refs[block_id] = 1
         return block_id
+
+    def _unpublish(self, block_id: int) -> None:
+        block_hash = self.hash_of(block_id)
+        self._keys.remove(block_id)
+        if block_hash is not None and self._on_removed is not None:
+            self._on_removed(block_hash)
 
     def _release(self, block_ids: Sequence[int]) -> None:
         for block_id in reversed(block_ids):

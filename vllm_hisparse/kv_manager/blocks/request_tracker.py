@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_hisparse.kv_manager.blocks.admission import AdmissionControl, Demand
 from vllm_hisparse.kv_manager.blocks.deferred import Deferred
 from vllm_hisparse.kv_manager.blocks.host_block_pool import HostBlockPool, HostMatch
+from vllm_hisparse.kv_manager.blocks.kv_events import HostPoolEvents
 from vllm_hisparse.kv_manager.blocks.lending import BlockNeeds, Borrower, blocks_wanted, plan
 from vllm_hisparse.kv_manager.blocks.pulls import Pulls
 from vllm_hisparse.kv_manager.blocks.sessions import cut_long_sessions
@@ -55,7 +56,8 @@ class AdmittedRequest:
         sent_hot_ids, sent_state_ids: ids of the hot blocks and state blocks that the worker knows.
         sent_equal_rows: True if the worker divides its hot blocks equally among layers.
         num_saved_blocks: leading blocks whose device-resident KV is on the host.
-        num_published_blocks: leading blocks that the host prefix cache knows.
+        num_published_blocks: leading blocks that were offered to the host prefix cache since the admission. Matched
+            blocks are offered, too, because some of those that a preempted request left may not be published.
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
@@ -125,6 +127,7 @@ class RequestTracker:
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
         admission: limits the running requests; None: all that have room may run.
+        events: is told of published blocks; None: no router asks for them.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.
@@ -146,11 +149,13 @@ class RequestTracker:
         max_num_running: int,
         max_num_batched_tokens: int,
         admission: AdmissionControl | None = None,
+        events: HostPoolEvents | None = None,
     ):
         managers, resident_id = kv_cache_manager.coordinator.single_type_managers, groups.resident_group_id
         self.host_pool, self.deferred, self.block_pool = host_pool, deferred, kv_cache_manager.block_pool
         self.spec, self.layout, self.resident_group_id = groups.hot_spec, groups.layout, resident_id
         self.enable_caching, self.max_num_running, self.admission = enable_caching, max_num_running, admission
+        self.events = events
         self.max_model_len, self.block_size = kv_cache_manager.max_model_len, groups.layout.block_size
         self.has_drafts, self.has_draft_layers = self.layout.max_query_len > 1, self.layout.draft_row_bytes > 0
         self.is_dense = self.layout.num_kv_heads is not None
@@ -438,7 +443,6 @@ class RequestTracker:
             first_hot_block_id,
             match.num_tokens,
             num_saved_blocks=num_full,
-            num_published_blocks=num_full,
         )
         self._were_admitted.add(request_id)
         return self.admitted[request_id]
@@ -748,6 +752,8 @@ class RequestTracker:
         last = min(admitted.num_saved_blocks, len(request.block_hashes))
         for index in range(admitted.num_published_blocks, last):
             self.host_pool.register(request.request_id, index, request.block_hashes[index])
+        if self.events is not None:
+            self.events.stored(request, range(admitted.num_published_blocks, last))
         admitted.num_published_blocks = max(admitted.num_published_blocks, last)
 
     # Checks

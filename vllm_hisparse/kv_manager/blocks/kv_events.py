@@ -1,0 +1,91 @@
+"""Events that tell routers which prefixes the host pool holds (vLLM's `--kv-events-config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+
+class HostPoolEvents:
+    """Collects vLLM's events about published host blocks: `BlockStored` and `BlockRemoved`, with medium "CPU".
+
+    A block is told once, by a request that has its tokens, and its removal is told if the block was. A prefix that came
+    from a tier is therefore told when a request is admitted with it.
+
+    Args:
+        block_size: tokens per block.
+        group_id: KV cache group of the layers with hot rows.
+        is_mla: True if these layers are MLA layers.
+    """
+
+    def __init__(self, block_size: int, group_id: int, is_mla: bool):
+        self.block_size, self.group_id = block_size, group_id
+        self.kind = KVCacheSpecKind.MLA_ATTENTION if is_mla else KVCacheSpecKind.FULL_ATTENTION
+        self._told: set[Hashable] = set()  # hashes
+        self._events: list[KVCacheEvent] = []
+
+    def stored(self, request: Request, indices: Iterable[int]) -> None:
+        """Tell that blocks of a request are published.
+
+        Args:
+            request: the request; with `kv_cache_report_mode` "full", blocks that are known are told again.
+            indices: numbers of the blocks in the request, ascending.
+        """
+        hashes, tells_all = request.block_hashes, request.kv_cache_report_mode == "full"
+        new = [index for index in indices if tells_all or hashes[index] not in self._told]
+        self._told.update(hashes[index] for index in new)
+        self._events.extend(self._stored(request, run.start, run.stop) for run in _runs(new))
+
+    def removed(self, block_hash: Hashable) -> None:
+        """Tell that a block is published no longer."""
+        if block_hash not in self._told:
+            return
+        self._told.remove(block_hash)
+        if not (self._events and isinstance(self._events[-1], BlockRemoved)):
+            self._events.append(BlockRemoved([], MEDIUM_CPU, self.group_id, "LOCAL"))
+        self._events[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call, in their order."""
+        events, self._events = self._events, []
+        return events
+
+    def _stored(self, request: Request, first: int, last: int) -> BlockStored:
+        hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[max(first - 1, 0) : last]]
+        start, end = first * self.block_size, last * self.block_size
+        # NOTE: with a connector, a block's hash covers no tokens behind the block, also in vLLM 0.33.
+        extra_keys = [
+            generate_block_hash_extra_keys(request, begin, begin + self.block_size, 0)[0]
+            for begin in range(start, end, self.block_size)
+        ]
+        return BlockStored(
+            block_hashes=hashes[1:] if first else hashes,
+            parent_block_hash=hashes[0] if first else None,
+            token_ids=request.all_token_ids[start:end],
+            block_size=self.block_size,
+            lora_id=request.lora_request.adapter_id if request.lora_request else None,
+            medium=MEDIUM_CPU,
+            lora_name=request.lora_request.name if request.lora_request else None,
+            extra_keys=to_event_extra_keys(extra_keys),
+            group_idx=self.group_id,
+            kv_cache_spec_kind=self.kind.value,
+            locality="LOCAL",
+            session_id=request.session_id,
+        )
+
+
+def _runs(numbers: list[int]) -> Iterator[range]:
+    """Divide ascending numbers into runs of consecutive ones."""
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if stop == len(numbers) or numbers[stop] != numbers[stop - 1] + 1:
+            yield range(numbers[start], numbers[stop - 1] + 1)
+            start = stop
