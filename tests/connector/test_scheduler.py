@@ -298,6 +298,23 @@ def test_preemption_while_decoding_saves_the_block_of_the_newest_token(num_decod
     engine.run_to_end()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_decodes", range(1, 10))
+def test_preemption_leaves_no_gap_in_the_prefix_that_later_requests_find(is_async: bool, num_decodes: int) -> None:
+    """With two batches in flight, the hash of a block is known one step after the block was filled: too late, if the
+    request was preempted in between."""
+    engine = ScriptedEngine(is_async=is_async)
+    request = engine.ask("a", PROMPT[:6], max_tokens=20)
+    for _ in range(1 + num_decodes):
+        engine.begin()
+        while len(engine.in_flight) > int(is_async):
+            engine.end()
+    engine.preempt(request)
+    engine.run_to_end()
+    num_blocks = (request.num_tokens - 1) // BLOCK_SIZE
+    assert engine.host_pool.cached_prefix(request.block_hashes, 100).num_tokens == num_blocks * BLOCK_SIZE
+
+
 @pytest.mark.parametrize("num_tokens", [3, 4, 5, 8, 11])
 @pytest.mark.parametrize("device_cache", ["kept", "lost"])
 def test_restores_are_the_blocks_between_device_hit_and_host_match(num_tokens: int, device_cache: str) -> None:
