@@ -194,7 +194,7 @@ class Product:
     def _check_events(self) -> None:
         """Routers know the host prefix cache; what came from a tier is told once a request uses it."""
         host_pool, events = self.half.host_pool, self.half.events
-        told = self.router.told(events._events if events else ())
+        told = self.router.told(events.pending if events else ())
         hashes = map(host_pool.hash_of, range(host_pool.num_blocks))
         published = {maybe_convert_block_hash(block_hash) for block_hash in hashes if block_hash is not None}
         assert told <= published if self.has_tier else told == published, "routers know another host prefix cache"

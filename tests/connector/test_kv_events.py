@@ -42,7 +42,7 @@ class Publisher:
     ],
 )
 def test_events_are_published_if_vllm_publishes_its_own(config: KVEventsConfig | None, publishes: bool) -> None:
-    assert connector._publishes_events(SimpleNamespace(kv_events_config=config)) == publishes
+    assert connector.publishes_events(SimpleNamespace(kv_events_config=config)) == publishes
 
 
 def test_events_are_those_that_vllm_publishes_for_the_device() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -15,11 +16,12 @@ import pytest
 import torch
 from conftest import MODELS, assert_same_but_rounding, make_prompt
 from feature_servers import MAX_MODEL_LEN, MAX_NUM_SEQS, Pair, num_cached
+from kv_events import CachedPrefixes
 from safetensors import safe_open
 from servers import Server, completion, tokens_of, wait_for
 from test_pd import BLOCK, assert_same
 
-from tools.harness.processes import ProcessGroup
+from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -34,10 +36,19 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def event_ports() -> list[int]:
+    """Ports of KV cache events: of those that are published, and of those that are asked for."""
+    return free_ports(2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, event_ports: list[int]) -> Iterator[Pair]:
     args = ["--enable-prompt-embeds", "--scheduling-policy", "priority"]
+    endpoint, replay_endpoint = (f"tcp://{LOOPBACK}:{port}" for port in event_ports)
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
     with ProcessGroup() as group:
-        yield Pair(group, tmp_path_factory.mktemp("logs"), MODEL, OPTIONS, args)
+        hot_args = ["--kv-events-config", json.dumps(events)]
+        yield Pair(group, tmp_path_factory.mktemp("logs"), MODEL, OPTIONS, args, hot_args)
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +201,23 @@ def embeddings(prompt: list[int]) -> str:
 
 
 @pytest.mark.slow
+def test_a_router_that_follows_events_knows_what_is_cached(pair: Pair, event_ports: list[int]):
+    """A prompt's prefix after it was computed, after a reset, and after it came back from the tier."""
+    prompt, other = make_prompt(NUM_TOKENS, seed=43), make_prompt(BLOCK, seed=44)
+
+    def is_known(num_tokens: int) -> bool:
+        return CachedPrefixes.replay(event_ports[1]).num_tokens(prompt, BLOCK) == num_tokens
+
+    pair.hot.complete(prompt)
+    wait_for(lambda: is_known(WHOLE_BLOCKS))
+    assert num_cached(pair.hot.complete(prompt)) == WHOLE_BLOCKS
+    pair.hot.forget()
+    pair.hot.complete(other)  # events are published with a step
+    wait_for(lambda: is_known(0))
+    assert num_cached(pair.hot.complete(prompt)) == WHOLE_BLOCKS
+    wait_for(lambda: is_known(WHOLE_BLOCKS))
+
+
 def test_prompt_embeds_are_found_again_by_their_values(pair: Pair):
     """Two prompts of one length: in the caches and in the tier, each finds its own KV and none finds the other's."""
     prompts = [make_prompt(NUM_TOKENS, seed=seed) for seed in (31, 32)]

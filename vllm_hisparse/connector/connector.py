@@ -81,7 +81,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools=num_host_pools(vllm_config),
                 make_tiers=partial(make_tiers, vllm_config, config, groups.layout),
-                publishes_events=_publishes_events(vllm_config),
+                publishes_events=publishes_events(vllm_config),
             )
         else:
             transport = NixlWorkerTransport(*args) if is_pd else None
@@ -288,6 +288,7 @@ def _log_summary(
         )
 
 
-def _publishes_events(vllm_config: VllmConfig) -> bool:
+def publishes_events(vllm_config: VllmConfig) -> bool:
+    """Return True if vLLM publishes KV cache events (`--kv-events-config`)."""
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events

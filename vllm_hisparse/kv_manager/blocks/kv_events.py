@@ -24,13 +24,16 @@ class HostPoolEvents:
         block_size: tokens per block.
         group_id: KV cache group of the layers with hot rows.
         is_mla: True if these layers are MLA layers.
+
+    Attributes:
+        pending: events since the last `take`, in their order.
     """
 
     def __init__(self, block_size: int, group_id: int, is_mla: bool):
         self.block_size, self.group_id = block_size, group_id
         self.kind = KVCacheSpecKind.MLA_ATTENTION if is_mla else KVCacheSpecKind.FULL_ATTENTION
+        self.pending: list[KVCacheEvent] = []
         self._told: set[Hashable] = set()  # hashes
-        self._events: list[KVCacheEvent] = []
 
     def stored(self, request: Request, indices: Iterable[int]) -> None:
         """Tell that blocks of a request are published.
@@ -42,20 +45,20 @@ class HostPoolEvents:
         hashes, tells_all = request.block_hashes, request.kv_cache_report_mode == "full"
         new = [index for index in indices if tells_all or hashes[index] not in self._told]
         self._told.update(hashes[index] for index in new)
-        self._events.extend(self._stored(request, run.start, run.stop) for run in _runs(new))
+        self.pending.extend(self._stored(request, run.start, run.stop) for run in _runs(new))
 
     def removed(self, block_hash: Hashable) -> None:
         """Tell that a block is published no longer."""
         if block_hash not in self._told:
             return
         self._told.remove(block_hash)
-        if not (self._events and isinstance(self._events[-1], BlockRemoved)):
-            self._events.append(BlockRemoved([], MEDIUM_CPU, self.group_id, "LOCAL"))
-        self._events[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
+        if not (self.pending and isinstance(self.pending[-1], BlockRemoved)):
+            self.pending.append(BlockRemoved([], MEDIUM_CPU, self.group_id, "LOCAL"))
+        self.pending[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
-        events, self._events = self._events, []
+        events, self.pending = self.pending, []
         return events
 
     def _stored(self, request: Request, first: int, last: int) -> BlockStored:
