@@ -21,8 +21,8 @@ MSA_BLOCK_SIZE = 128  # the same of MiniMax-M3, whose indexer selects such block
 MSA_UNIT = 16  # tokens of its units: device blocks hold whole units, and units of 128 tokens would waste most of them
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: FlashAttention's least; larger ones waste
 RESIDENCY_ENTRY_BYTES = 8  # position and expiry
-MAX_UNUSED_SHARE = 0.25  # share of a device block that hot rows may leave unused, unless it is less than half a unit
-MAX_UNUSED_UNITS = 0.75  # units that hot rows may leave unused, whatever the share
+MAX_UNUSED_SHARE = 0.25  # hot rows may leave this share of a device block unused, or half a unit if that is more
+MAX_UNUSED_UNITS = 0.75  # but they may never leave more than these units unused
 # A request gets equal rows when they have slots for the first share of its tokens, and keeps them while they have slots
 # for the second one. NOTE: a change of the division empties all of its hot rows.
 EQUAL_ROWS_SHARE, LEAST_EQUAL_ROWS_SHARE = 15 / 16, 7 / 8
@@ -296,9 +296,8 @@ class KVLayout:
 
     @property
     def equal_rows(self) -> int:
-        """Hot rows of each layer in one device block of a request that is hot as a whole or nearly so, if these
-        requests divide their blocks equally among layers, and others by `row_shares`; 0: all requests divide them
-        alike."""
+        """Hot rows of each layer in one device block of a request with equal rows, which is hot as a whole or nearly
+        so. 0: no request has equal rows, because `row_shares` give no layer fewer rows."""
         return self.rows_per_hot_block if self.fewest_rows < self.rows_per_hot_block else 0
 
     @property
@@ -446,7 +445,8 @@ class KVLayout:
         return self.num_blocks(num_whole) * self.block_size
 
     def _blocks_of(self, num_rows: int, rows_per_block: float) -> int:
-        most_blocks = MAX_HOT_ROWS // (max(self.layer_rows) // self.tokens_per_unit)  # of a block more, no kernel runs
+        # NOTE: the kernels take no request with more blocks.
+        most_blocks = MAX_HOT_ROWS // (max(self.layer_rows) // self.tokens_per_unit)
         return min(ceil(num_rows / rows_per_block), most_blocks)
 
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:

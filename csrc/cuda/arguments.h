@@ -44,7 +44,7 @@ struct HotRows {
 
 // Rows of one layer in the host pool.
 struct HostRows {
-    uint8_t* rows;  // [num_rows, row_bytes] in pinned host memory
+    uint8_t* rows;  // [num_rows, row_bytes] in host memory that the device maps, pinned or managed
     int64_t num_rows;
     int64_t row_bytes;  // as on the device
 };
@@ -182,9 +182,11 @@ struct LogitsBatch {
 // null.
 struct LayerRows {
     const uint8_t* hot[kMaxLayers];  // [hot.num_rows, hot.row_bytes]
-    uint8_t* host[kMaxLayers];  // [num_host_rows, hot.row_bytes] in pinned host memory
+    uint8_t* host[kMaxLayers];  // [num_host_rows, hot.row_bytes] in host memory that the device maps
     int32_t equal_offsets[kMaxLayers];  // `equal_offset` of each layer
-    int64_t num_equal_rows;  // a flat id below it, `equal_offset` left out, is in the memory of every layer
+    // The smallest number of rows of a layer minus its `equal_offset`: below it, every layer has memory for a flat id
+    // plus its `equal_offset`.
+    int64_t num_equal_rows;
 };
 
 // Every launcher enqueues on the stream and returns CUDA's error code, cudaErrorInvalidValue for sizes beyond the

@@ -66,8 +66,8 @@ __device__ inline bool has_equal_rows(const DecodeMetadata& decode, int32_t seq_
     return decode.has_equal_rows != nullptr && __ldg(decode.has_equal_rows + seq_index) != 0;
 }
 
-// Return the flat id of the hot row in a slot; without `equal_offset`, if the block is divided equally. slot: >= 0.
-// rows_per_block: rows of the layer in the sequence's blocks.
+// Return the flat id of the hot row in a slot; -1 if the slot has no block. If the block is divided equally, the caller
+// adds `equal_offset`. slot: >= 0. rows_per_block: rows of the layer in the sequence's blocks.
 template <typename T>
 __device__ inline int64_t flat_hot_row_id(
     const DecodeMetadata& decode, const HotRows& hot, const T& rows_per_block, int32_t seq_index, int32_t slot

@@ -7,6 +7,7 @@ import pytest
 from campaign.script import ScriptedEngine, make_request
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
@@ -107,24 +108,42 @@ def test_a_known_prefix_is_told_again_to_those_who_ask_for_all() -> None:
     assert (event.block_hashes, event.parent_block_hash) == (names(full)[:2], None)
 
 
-def test_a_reset_removes_all() -> None:
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_blocks_that_a_reset_leaves_are_told_again_when_they_are_used(reset_connector: bool) -> None:
+    """vLLM reports that all blocks are gone, whether the host pool was emptied or not."""
     engine = ScriptedEngine()
     publisher = Publisher(engine)
-    request = engine.ask("first", PROMPT, max_tokens=2)
+    engine.ask("first", PROMPT, max_tokens=2)
     engine.run_to_end()
+    known = set(publisher.router.blocks)
     publisher.take("CPU")
-    engine.reset(reset_running=False, reset_connector=True)
+    engine.reset(reset_running=False, reset_connector=reset_connector)
     engine.ask("second", [1], max_tokens=1)
+    engine.run_to_end()
+    assert not publisher.router.blocks and publisher.take("CPU") == []
+    engine.ask("again", PROMPT, max_tokens=2)
+    engine.run_to_end()
+    assert publisher.router.blocks == known
+
+
+def test_a_reset_that_vllm_refuses_removes_blocks_one_by_one() -> None:
+    engine = ScriptedEngine()
+    publisher = Publisher(engine)
+    request = engine.ask("first", PROMPT, max_tokens=12)
+    engine.turn()
+    publisher.take("CPU")
+    engine.reset(reset_running=False, reset_connector=True)  # blocks are in use
     engine.run_to_end()
     [event] = publisher.take("CPU")
     assert isinstance(event, BlockRemoved) and set(event.block_hashes) == set(names(request)[:2])
+    assert not publisher.router.blocks
 
 
 def test_runs_of_blocks_share_an_event() -> None:
     """Blocks in between that are known already are left out."""
     request = make_request("some", range(24))
     request.block_hashes[:] = [bytes([index]) for index in range(6)]
-    events = HostPoolEvents(4, 1, is_mla=False)
+    events = HostPoolEvents(4, 1, is_mla=False, block_pool=BlockPool(2, True, 4))
     events.stored(request, [2])
     events.stored(request, [0, 1, 2, 3, 5])
     shown = [(event.block_hashes, event.parent_block_hash, event.token_ids) for event in events.take()]

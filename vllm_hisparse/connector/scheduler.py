@@ -80,7 +80,8 @@ class HiSparseSchedulerConnector:
         self.events: HostPoolEvents | None = None
         if publishes_events and enable_caching:
             is_mla = self.layout.num_kv_heads is None
-            self.events = HostPoolEvents(self.layout.block_size, groups.hot_group_id, is_mla)
+            block_pool = kv_cache_manager.block_pool
+            self.events = HostPoolEvents(self.layout.block_size, groups.hot_group_id, is_mla, block_pool)
         self.host_pool = HostBlockPool(
             num_host_blocks,
             self.layout.block_size,
@@ -206,7 +207,7 @@ class HiSparseSchedulerConnector:
             self.admission.step_processed()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Return what routers have not been told yet of the host prefix cache."""
+        """Return the events about the host prefix cache since the last call."""
         return self.events.take() if self.events else []
 
     def has_pending_work(self) -> bool:

@@ -236,7 +236,8 @@ class Resolved:
 
     Attributes:
         hot_row_ids: [max_batch, columns] int32 hot row of each selected position; -1 for padding.
-        num_valid: [max_batch * max_query_len] int32; every valid entry of a selection is among so many leading ones.
+        num_valid: [max_batch * max_query_len] int32 number of leading entries of a selection that contain all valid
+            ones.
         miss_host_row_ids: [max_batch, columns] int64 host rows to copy; only the first `num_misses` entries are valid.
         miss_hot_row_ids: [max_batch, columns] int32 hot rows to copy them to.
         num_misses: [max_batch] int32 rows to copy.
@@ -445,8 +446,8 @@ class SwapInOps(ABC):
 
         Args:
             row_ids: [num_selections, columns] int32, contiguous; -1 is not valid. Updated in place.
-            num_valid: [num_selections] int32, contiguous; every valid id is among so many leading ones. Becomes the
-                number of valid ids; the remaining ones of those leading ids become -1.
+            num_valid: [num_selections] int32, contiguous: number of leading ids that contain all valid ones. Becomes
+                the number of valid ids; the remaining ones of those leading ids become -1.
         """
 
     @abstractmethod

@@ -11,55 +11,73 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 
 class HostPoolEvents:
     """Collects vLLM's events about published host blocks: `BlockStored` and `BlockRemoved`, with medium "CPU".
 
-    A block is told once, by a request that has its tokens, and its removal is told if the block was. A prefix that came
-    from a tier is therefore told when a request is admitted with it.
+    A block is reported once, with a request that has its tokens, or again if a request asks for it. The removal of a
+    block that was reported is reported, too. A prefix that came from a tier is therefore reported when a request is
+    admitted with it. After a reset of the device cache, blocks that are left are reported with the next request that
+    uses them.
 
     Args:
         block_size: tokens per block.
         group_id: KV cache group of the layers with hot rows.
         is_mla: True if these layers are MLA layers.
+        block_pool: vLLM's pool of device blocks.
 
     Attributes:
         pending: events since the last `take`, in their order.
     """
 
-    def __init__(self, block_size: int, group_id: int, is_mla: bool):
-        self.block_size, self.group_id = block_size, group_id
+    def __init__(self, block_size: int, group_id: int, is_mla: bool, block_pool: BlockPool):
+        self.block_size, self.group_id, self._block_pool = block_size, group_id, block_pool
         self.kind = KVCacheSpecKind.MLA_ATTENTION if is_mla else KVCacheSpecKind.FULL_ATTENTION
         self.pending: list[KVCacheEvent] = []
-        self._told: set[Hashable] = set()  # hashes
+        self._reported: set[Hashable] = set()  # hashes
+        self._device_cache = block_pool.cached_block_hash_to_block
 
     def stored(self, request: Request, indices: Iterable[int]) -> None:
-        """Tell that blocks of a request are published.
+        """Report that blocks of a request are published.
 
         Args:
-            request: the request; with `kv_cache_report_mode` "full", blocks that are known are told again.
+            request: the request; with `kv_cache_report_mode` "full", blocks that were reported are reported again.
             indices: numbers of the blocks in the request, ascending.
         """
-        hashes, tells_all = request.block_hashes, request.kv_cache_report_mode == "full"
-        new = [index for index in indices if tells_all or hashes[index] not in self._told]
-        self._told.update(hashes[index] for index in new)
+        self._notice_reset()
+        hashes, reports_all = request.block_hashes, request.kv_cache_report_mode == "full"
+        new = [index for index in indices if reports_all or hashes[index] not in self._reported]
+        self._reported.update(hashes[index] for index in new)
         self.pending.extend(self._stored(request, run.start, run.stop) for run in _runs(new))
 
     def removed(self, block_hash: Hashable) -> None:
-        """Tell that a block is published no longer."""
-        if block_hash not in self._told:
+        """Report that a block is published no longer."""
+        self._notice_reset()
+        if block_hash not in self._reported:
             return
-        self._told.remove(block_hash)
+        self._reported.remove(block_hash)
         if not (self.pending and isinstance(self.pending[-1], BlockRemoved)):
             self.pending.append(BlockRemoved([], MEDIUM_CPU, self.group_id, "LOCAL"))
         self.pending[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
+        self._notice_reset()
         events, self.pending = self.pending, []
         return events
+
+    def _notice_reset(self) -> None:
+        """Forget what was reported if vLLM has emptied the device cache, because it then reports `AllBlocksCleared`.
+
+        NOTE: routers take this for all memory. It is published before the events that are pending here.
+        """
+        if self._device_cache is not self._block_pool.cached_block_hash_to_block:
+            self._device_cache = self._block_pool.cached_block_hash_to_block
+            self._reported.clear()
+            self.pending.clear()
 
     def _stored(self, request: Request, first: int, last: int) -> BlockStored:
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[max(first - 1, 0) : last]]

@@ -127,7 +127,7 @@ class RequestTracker:
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
         admission: limits the running requests; None: all that have room may run.
-        events: is told of published blocks; None: no router asks for them.
+        events: reports published blocks to routers; None: vLLM publishes no events.
 
     Attributes:
         requests: request id -> request, from its arrival to its end.

@@ -1,4 +1,5 @@
-"""Division of hot blocks among layers. Layers with the same number of hot rows in a block form a row class."""
+"""Division of hot blocks among layers. Layers with the same number of hot rows in a block, and the same distance from
+one of these rows to the next (`RowPlace.pitch`), form a row class."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class Slots:
         blocks: [n] int64 its hot blocks, on the host.
         has_equal_rows: True if these are divided equally among layers.
         layers: the layers.
-        entries: [num_heads, slots] int64 entries of the slots in the residency of these layers, by the rows of a block.
+        entries: for each number of rows that one of the layers has in a block (`HotRows.rows_per_block`), [num_heads,
+            slots] int64 entries of the slots in the residency of such a layer.
     """
 
     request_index: int
@@ -57,14 +58,15 @@ class HeldRows:
         """True for rows that the last step has selected: [layers * heads, rows] bool.
 
         Args:
-            before: the same slots before this step. NOTE: a step whose first new position is new changes the expiry of
-                each row that it selects.
+            before: the same slots before this step. NOTE: a step changes the expiry of each row that it selects, if its
+                first new position is higher than that of every earlier step.
         """
         return self.is_used & ((self.positions != before.positions) | (self.expiries != before.expiries))
 
 
 class UsageSampler:
-    """Looks at one request in a few layers after three steps of every `STEPS_PER_REPORT`, and at the counts of all.
+    """Looks at one request in a few layers after each of the last three of every `STEPS_PER_REPORT` steps, and at the
+    hits and misses of all requests after the last one.
 
     Args:
         buffer: the hot buffers.
@@ -188,7 +190,9 @@ class UsageSampler:
         the prompt, count only when they are selected.
 
         Args:
-            earlier, before, after: rows before the step before, before the step, and after it.
+            earlier: rows before the last step but one.
+            before: rows between these two steps.
+            after: rows after the last step.
 
         Returns:
             [2, layers * heads, MAX_AGE + 1] int32 on the device: rows before the step by age, and selected rows by age.
