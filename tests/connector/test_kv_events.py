@@ -4,9 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from campaign.adapter import HASHER
 from campaign.script import ScriptedEngine, make_request
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
@@ -137,6 +141,26 @@ def test_a_reset_that_vllm_refuses_removes_blocks_one_by_one() -> None:
     [event] = publisher.take("CPU")
     assert isinstance(event, BlockRemoved) and set(event.block_hashes) == set(names(request)[:2])
     assert not publisher.router.blocks
+
+
+def test_images_adapters_and_salts_are_in_the_extra_keys_as_in_vllms_own_events() -> None:
+    places = ((1, 9), (12, 2), (20, 20))  # over several blocks, within one, up to the end
+    images = [
+        MultiModalFeatureSpec(None, "image", f"image {offset}", PlaceholderRange(offset, length))
+        for offset, length in places
+    ]
+    adapter = LoRARequest("adapter", 3, "somewhere")
+    about = {"lora_request": adapter, "cache_salt": "salt", "mm_features": images, "block_hasher": HASHER}
+    request = Request("some", [7] * 42, SamplingParams(max_tokens=1), None, **about)
+    vllms, ours = BlockPool(2, True, 4, enable_kv_cache_events=True), HostPoolEvents(4, 1, True, BlockPool(2, True, 4))
+    vllms.emit_cached_block_events(request, len(request.block_hashes), 4, 1)
+    ours.stored(request, range(4))
+    ours.stored(request, range(10))
+    first, second = ours.take()
+    [expected] = vllms.take_events()
+    assert first.extra_keys + second.extra_keys == expected.extra_keys and len(set(expected.extra_keys)) > 5
+    assert first.block_hashes + second.block_hashes == expected.block_hashes
+    assert (first.lora_name, first.lora_id) == (expected.lora_name, expected.lora_id) == ("adapter", 3)
 
 
 def test_runs_of_blocks_share_an_event() -> None:

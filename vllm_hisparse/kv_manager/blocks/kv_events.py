@@ -83,10 +83,10 @@ class HostPoolEvents:
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[max(first - 1, 0) : last]]
         start, end = first * self.block_size, last * self.block_size
         # NOTE: with a connector, a block's hash covers no tokens behind the block, also in vLLM 0.33.
-        extra_keys = [
-            generate_block_hash_extra_keys(request, begin, begin + self.block_size, 0)[0]
-            for begin in range(start, end, self.block_size)
-        ]
+        extra_keys, mm_index = [], 0
+        for begin in range(start, end, self.block_size):
+            keys, mm_index = generate_block_hash_extra_keys(request, begin, begin + self.block_size, mm_index)
+            extra_keys.append(keys)
         return BlockStored(
             block_hashes=hashes[1:] if first else hashes,
             parent_block_hash=hashes[0] if first else None,

@@ -95,17 +95,18 @@ class UsageSampler:
             return
         steps_left = -self._num_steps % STEPS_PER_REPORT
         if steps_left == 2 and self._looks_at_rows and (index := self._next_request()) is not None:
-            self._slots, self._looks = self._slots_of(index, self._next_layers()), []
+            self._slots = self._slots_of(index, self._next_layers())
         if self._slots is not None and steps_left <= 2:
             # NOTE: if the request has got or lost blocks, other rows may be in its slots.
             if self._is_current(self._slots):
                 self._looks.append(self._look(self._slots))
             else:
-                self._slots = None
+                self._slots, self._looks = None, []
         if steps_left:
             return
         counts, (slots, self._slots) = CountSnapshot(self._buffer.counts.by_seq.sum(0)), (self._slots, None)
         ages = None if slots is None else CountSnapshot(self._count(*self._looks))
+        self._looks = []
         self._pending = number, counts, ages, [] if slots is None else slots.layers
 
     def take(self) -> Usage | None:
