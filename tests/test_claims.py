@@ -558,6 +558,17 @@ KEYS = "## Indexer keys in 4 bits"
 BACKENDS = "### Back ends of dense models"
 
 
+def test_the_overview_is_that_of_the_sections() -> None:
+    headings = dict(re.findall(r"^(#+ (.*))$", PERFORMANCE, re.MULTILINE))
+    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-"): line for line, title in headings.items()}
+    found = re.findall(r"^\| (.*\(#.*) \| (.*) \|$", PERFORMANCE.partition("\n## ")[0], re.MULTILINE)
+    for link, ratios in found:
+        (anchor,) = re.findall(r"\(#(.*)\)", link)
+        text = section(anchors[anchor])
+        assert all(ratio in text for ratio in re.findall(r"\d\.\d+", ratios)), link
+    assert len(found) == 7
+
+
 def test_both_releases() -> None:
     expected = []
     for label, case in CASES.items():
@@ -898,7 +909,9 @@ def test_traces_with_managed_memory() -> None:
             case = CASES["56 requests of 34K, recorded trace"]
             ours = cell(name, "tokens_per_s", system="ours", indexer_key_dtype=key_dtype, rows_by_layer=rows_of, **case)
             pairs.append(f"{ours / cell(name, 'tokens_per_s', system='full', **case):.2f}")
-    claim = f"{pairs[0]} and {pairs[1]} instead of {pairs[2]} and {pairs[3]} for 34K by layer"
+    claim = (
+        f"for 34K by layer, {pairs[0]} instead of {pairs[2]} with keys in 4 bits, and {pairs[1]} instead of {pairs[3]}"
+    )
     assert claim in section(LARGER_MANAGED)
     drafts = [
         cell(name, "tokens_per_s", system="full", drafts=1, **CASES["28 requests of 64K"])
@@ -1141,6 +1154,12 @@ def test_lrfu_beside_lru() -> None:
     assert f"the engines decoded {speeds[1]:,} and {speeds[0]:,} tokens/s" in text
     fewer = (1 - new["hit_rate"]) / (1 - old["hit_rate"])
     assert f"it missed {1 - fewer:.0%} fewer rows, but other kernels hide the copies" in decision
+    cases = [CASES[name] for name in ("56 requests of 32K", "28 requests of 64K")]
+    new = [whole(cell("full_depth_lrfu", "tokens_per_s", eviction="lrfu", **case)) for case in cases]
+    assert f"56 requests of 32K got {new[0]} tokens/s, and 28 of 64K got {new[1]}." in text
+    name, keys = "full_depth_managed_default", {"drafts": 0, "indexer_key_dtype": "fp4"}
+    old = [whole(cell(name, "tokens_per_s", system="ours", **keys, **case)) for case in cases]
+    assert f"they got {old[0]} and {old[1]}." in text
 
 
 def test_the_first_resolve_with_equal_rows() -> None:
@@ -1149,7 +1168,7 @@ def test_the_first_resolve_with_equal_rows() -> None:
         for kernels in ("with equal rows", "before")
     )
     spans = (f"{min(times):.1f} to {max(times):.1f}" for times in (with_equal_rows, before))
-    assert " instead of ".join(spans) in section("## Age of the results").replace(" µs", "")
+    assert " instead of ".join(spans) in section("## Age of the results").replace(" us", "")
 
 
 def test_kernel_of_keys_in_4_bits() -> None:

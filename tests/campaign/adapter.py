@@ -193,8 +193,10 @@ class Product:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Routers know the host prefix cache. What came from a tier, or what they were told to forget although it is
-        still there, is told once a request uses it."""
+        """Routers know the host prefix cache.
+
+        They are told of blocks from a tier, and of those that they forgot with a reset, once a request uses them.
+        """
         host_pool, events = self.half.host_pool, self.half.events
         pending = self.scheduler.kv_cache_manager.block_pool.kv_event_queue
         if any(isinstance(event, AllBlocksCleared) for event in pending):
