@@ -142,26 +142,26 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def decisions_page() -> str:
-    """Return the index of decisions: one line with date and title for each."""
+    """Return the index of decisions: one line with dates and title for each."""
     found = []
     for file in DECISIONS.glob("*.md"):
         if file.name == "index.md":
             continue
         text = file.read_text()
         title = re.search(r"^# (.*)$", text, re.MULTILINE)
-        date = re.search(r"\b20\d\d-\d\d-\d\d\b", text)
-        if title is None or date is None:
+        dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", text.partition("\n## ")[0])
+        if title is None or not dates:
             raise SystemExit(f"{file.relative_to(ROOT)}: a decision has a title and a date")
-        found.append((date[0], title[1], file.name))
+        found.append((dates[0], dates[-1] if len(dates) > 1 else "", title[1], file.name))
     lines = [
         "# Decisions",
         "",
         "Each record has context, decision, alternatives with numbers, and the condition under which to revisit it.",
         "`make pages` generates this page; to add a decision, add a file to this folder.",
         "",
-        "| date | decision |",
-        "|---|---|",
-        *(f"| {date} | [{title}]({name}) |" for date, title, name in sorted(found)),
+        "| date | changed | decision |",
+        "|---|---|---|",
+        *(f"| {date} | {changed} | [{title}]({name}) |" for date, changed, title, name in sorted(found)),
     ]
     return "\n".join(lines) + "\n"
 

@@ -134,7 +134,8 @@ class HiSparseConfig(BaseModel):
     """`auto`: requests wait while more running ones would decode fewer tokens per second, as soon as that has been
     measured. `off`: they start as long as there is memory."""
     host_to_device_ratio: float | None = Field(default=None, gt=0, le=MAX_SIZE)
-    """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys."""
+    """Bytes of the host pool divided by bytes of one device's KV cache, both including indexer keys. Each rank of a
+    dense model has a pool of this size."""
     host_pool_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
     """Size of the host pool in GiB, for all tensor parallel ranks together."""
     host_pool_memory: Literal["auto", "managed", "pinned"] = "auto"

@@ -35,15 +35,22 @@ class RequestLog:
         self._runs: dict[int, deque[str]] = {}
 
     def started(self, first_hot_block_id: int, request_id: str) -> None:
+        """Record that a run of a request begins; called before `released` with the same block."""
         self._stats.setdefault(request_id, _RequestStats()).num_open_runs += 1
         self._runs.setdefault(first_hot_block_id, deque()).append(request_id)
 
     def received(self, request_id: str, bytes_to_host: int, bytes_to_device: int) -> None:
+        """Add the bytes of a transfer from a prefill instance."""
         stats = self._stats.setdefault(request_id, _RequestStats())
         stats.bytes_to_host += bytes_to_host
         stats.bytes_to_device += bytes_to_device
 
     def released(self, first_hot_block_id: int, hits: int, misses: int) -> None:
+        """End the oldest open run of a first hot block, with the selected rows that were hot and that were not.
+
+        Raises:
+            KeyError: no run of this block is open.
+        """
         request_id = self._runs[first_hot_block_id].popleft()
         if not self._runs[first_hot_block_id]:
             del self._runs[first_hot_block_id]
@@ -54,6 +61,7 @@ class RequestLog:
         self._flush(request_id)
 
     def ended(self, request_id: str, num_prompt_tokens: int) -> None:
+        """Record that a request has ended; its line follows when all of its runs are reported."""
         self._stats.setdefault(request_id, _RequestStats()).num_prompt_tokens = num_prompt_tokens
         self._flush(request_id)
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class DeviceGroups:
     """The KV cache groups in which vLLM put hot rows and device-resident KV.
 
-    The device keeps device-resident KV for every token: the indexer keys of a DSA model, the KV of full-KV layers, and
-    the KV of draft layers. A dense model without full-KV layers and draft layers has none.
+    The device keeps device-resident KV for every token: the indexer keys of a DSA model or of MiniMax-M3, the KV of
+    their layers with full attention, of a dense model's full-KV layers, and of draft layers. A dense model without
+    full-KV layers and draft layers has none.
 
     Attributes:
         hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.

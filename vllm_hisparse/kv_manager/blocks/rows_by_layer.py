@@ -26,7 +26,7 @@ class RowsByLayer:
     Args:
         layout: sizes of the model.
         top_k: rows of a selection.
-        device_buffer_size: hot rows of a long sequence's own in a mean layer.
+        device_buffer_size: hot rows of a long sequence in a mean layer, without lent ones.
         elastic: True if requests are lent more.
     """
 
@@ -66,12 +66,12 @@ class RowsByLayer:
         self._log(float(rows[missing].mean()) / self._top_k, float(demand.tokens[missing].mean()) / self._top_k)
 
     def best(self, size: float, whole: float) -> tuple[list[float], float]:
-        """Return the best shares, with a mean of 1 over all layers, and a careful estimate of their misses over the
-        present ones'.
+        """Return the best shares, with a mean of 1 over all layers, and their estimated misses divided by the misses of
+        the present shares.
 
         Args:
-            size: selections of a mean layer.
-            whole: selections that hold a whole sequence.
+            size: rows of a mean layer's hot buffer, in selections.
+            whole: rows with which a whole sequence is hot, in selections.
         """
         least = max(1.0, self._least_share * size)
         sizes = np.arange(least, max(whole, size) + STEP, STEP)

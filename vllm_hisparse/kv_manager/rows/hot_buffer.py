@@ -189,10 +189,9 @@ class HotBuffer(ABC):
     ) -> None:
         """Set requests' hot blocks. Rows of blocks that a request did not have before become empty.
 
-        All rows of a request become empty if its blocks are divided in another way than before.
-
-        So do the rows of the last step of a request whose blocks have moved: the next step may compute these positions
-        again, because drafts were rejected or a session's turn drops tokens; and the last units may be partial.
+        All rows of a request become empty if its blocks are divided in another way than before. If its blocks have
+        moved, the rows of its last step become empty, because the next step may compute these positions again (drafts
+        were rejected, or a session's turn drops tokens), and because the last units may be partial.
 
         Args:
             changes: first hot block id -> change, as in `RequestTable.change_hot`.

@@ -16,11 +16,14 @@ NUM_THREADS = 4  # they run side by side, because numpy and blake3 release the i
 class HostBlocks(Protocol):
     """Host blocks that are copied: `HostPools`, or the rows of a simulated worker."""
 
-    def read(self, block_id: int, block: np.ndarray) -> None: ...
+    def read(self, block_id: int, block: np.ndarray) -> None:
+        """Copy a host block to `block`, [block_bytes] uint8."""
 
-    def write(self, block_id: int, block: np.ndarray) -> None: ...
+    def write(self, block_id: int, block: np.ndarray) -> None:
+        """Fill a host block with `block`, [block_bytes] uint8."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the memory; nothing is read or written afterwards."""
 
 
 class BlockCopier:
