@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from pathlib import Path
@@ -95,3 +96,25 @@ def test_missing_files_do_not_matter(tmp_path: Path) -> None:
     quota.deleted(path)
     quota.deleted(path).result(30)
     assert quota.num_bytes == 0
+
+
+def test_a_file_that_cannot_be_read_is_deleted_and_named(tmp_path: Path) -> None:
+    quota = DirectoryQuota(tmp_path, 10 * SIZE)
+    paths = [write(tmp_path / f"{index}.bin") for index in range(2)]
+    quota.added(paths)
+    quota.unreadable(paths[0]).result(30)
+    assert names(tmp_path) == ["1.bin"] and quota.num_bytes == SIZE
+    assert quota.take_deleted() == paths[:1]
+
+
+def test_files_stay_while_the_engine_can_open_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    quota = DirectoryQuota(tmp_path, 10 * SIZE)
+    path = write(tmp_path / "0.bin")
+    quota.added([path]).result(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        quota.unreadable(path).result(30)
+    assert names(tmp_path) == ["0.bin"] and not quota.take_deleted()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -144,6 +145,43 @@ def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage)
     _, counted = engine.answer("again", PROMPT)
     assert counted["host_prefix_tokens"] == 4 * 2
     assert counted["tier_damaged_blocks"] == (damage in (damage_content, exchange))
+    forget(engine, PROMPT)
+    engine.forget_buffer()
+    _, counted = engine.answer("repaired", PROMPT)
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
+def test_a_block_that_cannot_be_read_is_replaced(
+    engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, _ = engine.answer("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.forget_buffer()
+    third, last = (
+        next(path for path in block_files(tmp_path) if path.stem == request.block_hashes[index].hex())
+        for index in (2, 4)
+    )
+    load, bad = fs_manager.batch_load_block, bytes(third.stat().st_size)
+    third.write_bytes(bad)
+    os.utime(last, (1, 1))
+
+    def fail(paths: list[str], view: memoryview, offsets: list[int], *rest: Any) -> None:
+        if str(third) not in paths or third.read_bytes() != bad:
+            return load(paths, view, offsets, *rest)
+        num_good = paths.index(str(third))
+        load(paths[:num_good], view, offsets[:num_good], *rest)
+        error = OSError(errno.EIO, "Input/output error")
+        error.num_succeeded = num_good  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(fs_manager, "batch_load_block", fail)
+    _, counted = engine.answer("again", PROMPT)
+    assert counted["tier_loaded_blocks"] == 2
+    wait_for_quota(engine)
+    assert last.stat().st_mtime == 1, "nobody has read it"
+    engine.answer("once more", PROMPT)  # if the file was deleted after its block had been computed
+    engine.settle()
+    assert third.read_bytes() != bad
     forget(engine, PROMPT)
     engine.forget_buffer()
     _, counted = engine.answer("repaired", PROMPT)

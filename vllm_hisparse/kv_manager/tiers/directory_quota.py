@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import OrderedDict, deque
@@ -16,6 +17,7 @@ BLOCK_SUFFIX = ".bin"
 TEMPORARY = ".tmp"  # part of the names of files that are being written
 ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
 RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # errors of opening a file that say nothing about the file
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -51,9 +53,13 @@ class DirectoryQuota:
         """Stop counting a file that was deleted."""
         return self._thread.submit(self._forget, path)
 
+    def unreadable(self, path: str) -> Future:
+        """Delete a file that could not be read, so that its block is stored again."""
+        return self._thread.submit(self._discard, path)
+
     def take_deleted(self) -> list[str]:
-        """Paths of the files that this engine has deleted because of the quota since the last call, and of those that a
-        scan has missed since then.
+        """Paths of the files that this engine has deleted since the last call, because of the quota or because they
+        could not be read, and of those that a scan has missed since then.
         """
         return [self._deleted.popleft() for _ in range(len(self._deleted))]
 
@@ -97,6 +103,18 @@ class DirectoryQuota:
                 os.utime(path)
                 if path in self._sizes:
                     self._sizes.move_to_end(path)
+
+    def _discard(self, path: str) -> None:
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                return
+        try:
+            self._delete(path)
+            self._deleted.append(path)
+        except OSError as error:
+            logger.warning("Cannot delete %s, which cannot be read: %s", path, error)
 
     def _delete(self, path: str) -> None:
         with suppress(FileNotFoundError):
