@@ -20,7 +20,7 @@ from test_prefix_loads import answer_at_once
 from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
 from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -231,6 +231,62 @@ def test_what_a_tier_sends_to_a_peer_ends_when_the_tier_raises(
         engine.turns(3)
         assert engine.tiers.manager.secondary_tiers[0].has_failed
         engine.check_idle()
+
+
+def test_blocks_are_stored_while_peers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers read as many chunks of the transfer buffer as stores may take."""
+    context, jobs = ReqContext("peer"), list[TransferJob]()
+    finish, is_over = FileSystemTierManager.get_finished_jobs, False
+
+    def serve(tier: FileSystemTierManager, parent: ParentManager) -> None:
+        if not jobs:
+            parent.on_new_request(context)
+            jobs.append(parent.create_store_job(keys, context))
+            parent.on_request_finished(context)
+
+    def finish_all(tier: FileSystemTierManager) -> list[JobResult]:
+        over = [JobResult(jobs[0].job_id, success=True)] if is_over else []
+        return [*finish(tier), *over]
+
+    with TieredEngine([fs(tmp_path)], num_host_blocks=64) as engine:
+        manager = engine.tiers.manager
+        prompts = [list(range(first, first + 24)) for first in range(1000, 1400, 100)]
+        hashes = [h for index, prompt in enumerate(prompts) for h in engine.answer(f"{index}", prompt)[0].block_hashes]
+        engine.settle()
+        share = manager.num_stores_left
+        keys = [key for key in map(key_of, hashes) if manager.is_in_buffer(key)][:share]
+        assert len(keys) == share > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSystemTierManager, "serve_external_requests", serve)
+            patch.setattr(FileSystemTierManager, "get_finished_jobs", finish_all)
+            engine.turn()
+            assert manager.buffer.num_reads == share == manager.num_stores_left
+            request, _ = engine.answer("new", PROMPT)
+            names = {block_hash.hex() for block_hash in request.block_hashes}
+            engine.wait_until(lambda: names <= {path.stem for path in block_files(tmp_path)})
+            engine.wait_until(lambda: manager.buffer.num_reads == share)
+            is_over = True
+            engine.turn()
+        engine.settle()
+        assert manager.num_stores_left == share
+        engine.check_idle()
+        assert not engine.tiers.leftovers()
+
+
+def test_blocks_that_peers_ask_for_take_nothing_from_stores(engine: TieredEngine) -> None:
+    request, _ = engine.answer("first", PROMPT)
+    engine.settle()
+    engine.forget_buffer()
+    manager, context = engine.tiers.manager, ReqContext("peer")
+    before = manager.num_stores_left
+    manager.on_new_request(context, exclude_tier_idx=0)
+    key = key_of(request.block_hashes[0])
+    assert manager.lookup(key, context, exclude_tier_idx=0) is LookupResult.HIT_PENDING
+    assert manager.num_stores_left == before
+    engine.settle()
+    assert manager.is_in_buffer(key)
+    manager.on_request_finished(context, exclude_tier_idx=0)
+    engine.check_idle()
 
 
 def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
