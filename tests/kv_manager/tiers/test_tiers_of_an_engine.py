@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from test_prefix_loads import answer_at_once
 from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
+from transformers import PretrainedConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
@@ -625,9 +627,13 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def engine_config(drafts: SimpleNamespace | None = None, load_format: str = "auto", **model: Any) -> SimpleNamespace:
     """The part of a `VllmConfig` that an identity reads."""
-    options = {"model": "some/model", "revision": None, "dtype": "torch.float32", "quantization": None}
+    options = {
+        **{"model": "some/model", "revision": None, "dtype": "torch.float32", "max_model_len": 4096},
+        **{"quantization": None, "quantization_config": None, "hf_overrides": {}, "multimodal_config": None},
+        **{"hf_config_path": None, "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"})},
+    }
     return SimpleNamespace(
-        model_config=SimpleNamespace(**{**options, "hf_overrides": {}, "multimodal_config": None, **model}),
+        model_config=SimpleNamespace(**{**options, **model}),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=drafts,
@@ -674,6 +680,17 @@ def takes_images(**options: Any) -> SimpleNamespace:
     return engine_config(multimodal_config=MultiModalConfig(**options))
 
 
+def with_config(path: str = "/configs/one", **values: Any) -> SimpleNamespace:
+    """An engine with `--hf-config-path`."""
+    return engine_config(hf_config_path=path, hf_config=PretrainedConfig(name_or_path=path, **values))
+
+
+def with_long_rope(max_model_len: int, **others: Any) -> SimpleNamespace:
+    parameters = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    text = SimpleNamespace(rope_parameters={"full_attention": parameters, **others} if others else parameters)
+    return engine_config(max_model_len=max_model_len, hf_text_config=text)
+
+
 IDENTITIES = {
     "quantization": (engine_config(quantization="fp8"), DSA),
     "overrides": (engine_config(hf_overrides={"rope_scaling": {"factor": 4.0}}), DSA),
@@ -687,6 +704,12 @@ IDENTITIES = {
     "pruned videos": (takes_images(video_pruning_rate=0.5), DSA),
     "videos pruned in another way": (takes_images(video_pruning_rate=0.5, video_pruning_method="vidcom2"), DSA),
     "a vision model in fp8": (takes_images(mm_encoder_attn_dtype="fp8"), DSA),
+    "a configuration of its own": (with_config(rope_theta=1e4), DSA),
+    "another configuration": (with_config(rope_theta=1e6), DSA),
+    "layers that are not quantized": (engine_config(quantization_config={"linear": "mxfp8", "ignore": ["a"]}), DSA),
+    "other activations": (engine_config(quantization_config={"linear": {"activation": "fp8_per_token"}}), DSA),
+    "long contexts": (with_long_rope(4097), DSA),
+    "short contexts": (with_long_rope(4096), DSA),
 }
 
 
@@ -709,15 +732,29 @@ def test_options_that_are_defaults_are_the_same_blocks() -> None:
     plain = BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense())
     assert BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense(algorithm_options={"page_size": 16})) == plain
     text = takes_images(mm_processor_kwargs={"size": {"longest_edge": 64}}, language_model_only=True)
-    for config in (takes_images(), text):
+    for config in (takes_images(), text, engine_config(max_model_len=8192)):
         assert BlockIdentity.of(config, DENSE_LAYOUT, 1, dense()) == plain
+    short = engine_config(quantization="fp8_per_tensor")
+    implied = engine_config(
+        quantization="fp8_per_tensor", quantization_config=resolve_quantization_config("fp8_per_tensor", None)
+    )
+    assert BlockIdentity.of(short, DENSE_LAYOUT, 1, DSA) == BlockIdentity.of(implied, DENSE_LAYOUT, 1, DSA)
+
+
+def test_the_place_of_a_configuration_and_the_exact_length_are_not_compared() -> None:
+    for one, other in (
+        (with_config("/configs/one", transformers_version="5.0"), with_config("/configs/two")),
+        (with_long_rope(8192), with_long_rope(16384, sliding_attention={"rope_type": "default"})),
+    ):
+        assert BlockIdentity.of(one, DENSE_LAYOUT, 1, DSA) == BlockIdentity.of(other, DENSE_LAYOUT, 1, DSA)
 
 
 def test_a_directory_of_an_earlier_version_is_compared_by_what_it_names(tmp_path: Path) -> None:
     """And its blocks are found where that version has put them."""
-    identity = BlockIdentity.of(engine_config(quantization="fp8"), DENSE_LAYOUT, 1, dense())
+    config = engine_config(quantization="fp8", hf_config_path="/config", hf_config=PretrainedConfig())
+    identity = BlockIdentity.of(config, DENSE_LAYOUT, 1, dense())
     earlier = asdict(identity)
-    for name in ("quantization", "hf_overrides", "load_format", "selection", "multimodal"):
+    for name in make_tiers.LATER_PARTS:
         del earlier[name]
     (tmp_path / "hisparse.json").write_text(json.dumps(earlier))
     known = check_directory(tmp_path, identity, "tiers.0.path")
