@@ -774,6 +774,56 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) 
     assert weights.read_bytes() == b"weights" and not (tmp_path / "hisparse.json").exists()
 
 
+def test_a_directory_without_hard_links_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    for _ in range(2):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    assert os.listdir(tmp_path) == ["hisparse.json"]
+
+
+def test_a_failed_write_of_an_identity_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(HiSparseConfigError, match=r"can be written and read .*Input/output error"):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_identity_of_a_directory_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it could be empty after a power loss, and the directory would be refused."""
+    calls: list[object] = []
+    sync, link = os.fsync, os.link
+
+    def note_sync(file: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{file}").resolve())
+        sync(file)
+
+    def note_link(source: Path, target: Path) -> None:
+        calls.append(target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", note_link)
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    first, *others = calls
+    assert first.name.endswith(".tmp") and others == [tmp_path / "hisparse.json", tmp_path]
+
+
+def test_a_directory_whose_identity_is_damaged_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hisparse.json").write_text("")
+    with pytest.raises(HiSparseConfigError, match=r"hisparse\.json says which.*Delete all files"):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+
+
 def test_the_root_of_a_file_system_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir()
     check_directory(tmp_path, IDENTITY, "tiers.0.path")

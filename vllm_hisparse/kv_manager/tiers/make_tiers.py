@@ -304,18 +304,21 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
                     f"an empty directory, or one of blocks with {IDENTITY} in it; this one has {sorted(others)[0]!r}",
                     "Name a directory of its own: the least recently used files in it are deleted.",
                 )
-            temporary = path / f"{IDENTITY}.{uuid4()}.tmp"
-            temporary.write_text(json.dumps(expected, indent=2))
-            with suppress(FileExistsError):  # another engine was faster
-                os.link(temporary, file)
-            temporary.unlink()
+            _write_once(file, json.dumps(expected, indent=2))
         found = json.loads(file.read_text())
         mode = path.stat().st_mode & 0o777
     except HiSparseConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise HiSparseConfigError(
             option, str(path), f"a directory that can be written and read ({error})", "Correct it or its rights."
+        ) from error
+    except ValueError as error:
+        raise HiSparseConfigError(
+            option,
+            str(path),
+            f"a directory whose {IDENTITY} says which blocks it has; this file is damaged ({error})",
+            "Delete all files in the directory, or name another one.",
         ) from error
     known = found if isinstance(found, dict) else {}
     # NOTE: an earlier version did not name all parts; a part that it did not name cannot be compared.
@@ -338,6 +341,31 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
             mode,
         )
     return identity.known_to(known)
+
+
+def _write_once(file: Path, text: str) -> None:
+    """Write a file that is complete once it exists, even after a power loss, unless another engine is faster."""
+    temporary = file.with_name(f"{file.name}.{uuid4()}.tmp")
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            os.link(temporary, file)
+        except FileExistsError:  # another engine was faster
+            return
+        except OSError:  # the file system may have no hard links
+            if not file.exists():
+                temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # not every file system can do this with a directory
+        directory = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTier) -> GuardedTier:
