@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from pathlib import Path
@@ -95,3 +96,98 @@ def test_missing_files_do_not_matter(tmp_path: Path) -> None:
     quota.deleted(path)
     quota.deleted(path).result(30)
     assert quota.num_bytes == 0
+
+
+def test_a_file_that_cannot_be_read_is_deleted_and_named(tmp_path: Path) -> None:
+    quota = DirectoryQuota(tmp_path, 10 * SIZE)
+    paths = [write(tmp_path / f"{index}.bin") for index in range(2)]
+    quota.added(paths)
+    quota.unreadable(paths[0]).result(30)
+    assert names(tmp_path) == ["1.bin"] and quota.num_bytes == SIZE
+    assert quota.take_deleted() == paths[:1]
+
+
+def test_files_stay_while_the_engine_can_open_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    quota = DirectoryQuota(tmp_path, 10 * SIZE)
+    path = write(tmp_path / "0.bin")
+    quota.added([path]).result(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        quota.unreadable(path).result(30)
+    assert names(tmp_path) == ["0.bin"] and not quota.take_deleted()
+
+
+@pytest.mark.parametrize("place", [".", "aa"])
+def test_files_in_a_folder_that_cannot_be_read_still_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    quota = DirectoryQuota(tmp_path, 3 * SIZE)
+    paths = [write(tmp_path / "aa" / f"{index}.bin", 10 - index) for index in range(3)]
+    quota.added(paths).result(30)
+    scan = os.scandir
+
+    def fail(path: str) -> object:
+        if Path(path) == tmp_path / place:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return scan(path)
+
+    monkeypatch.setattr(directory_quota, "RESCAN_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        quota.added([]).result(30)
+    assert quota.num_bytes == 3 * SIZE and not quota.take_deleted()
+    os.remove(paths[0])  # by another engine
+    quota.added([]).result(30)
+    assert not quota.take_deleted(), "the next scan is not due yet"
+    monkeypatch.setattr(directory_quota, "RETRY_S", 0.0)
+    quota.added([]).result(30)
+    assert quota.take_deleted() == paths[:1] and quota.num_bytes == 2 * SIZE
+
+
+def test_files_that_cannot_be_read_still_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = DirectoryQuota(tmp_path, 3 * SIZE)
+    paths = [write(tmp_path / f"{index}.bin", 10 - index) for index in range(2)]
+    quota.added(paths).result(30)
+    status = os.stat
+
+    def fail(path: str, **options: object) -> os.stat_result:
+        if path == paths[1]:
+            raise OSError(errno.EIO, "Input/output error", path)
+        return status(path, **options)
+
+    monkeypatch.setattr(directory_quota, "RESCAN_S", 0.0)
+    monkeypatch.setattr(os, "stat", fail)
+    quota.added([]).result(30)
+    assert quota.num_bytes == 2 * SIZE and not quota.take_deleted()
+
+
+def test_files_of_a_disk_that_is_gone_still_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_quota, "RESCAN_S", 0.0)
+    root = tmp_path / "blocks"
+    quota = DirectoryQuota(root, 3 * SIZE)
+    quota.added([]).result(30)
+    quota.added([write(root / "aa" / "0.bin")]).result(30)
+    assert quota.num_bytes == SIZE, "it is no error that the directory was missing until then"
+    root.rename(tmp_path / "elsewhere")
+    quota.added([]).result(30)
+    assert quota.num_bytes == SIZE and not quota.take_deleted()
+
+
+def test_a_folder_that_another_engine_deletes_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_quota, "RESCAN_S", 0.0)
+    quota = DirectoryQuota(tmp_path, 3 * SIZE)
+    path = write(tmp_path / "aa" / "0.bin")
+    quota.added([path]).result(30)
+    scan = os.scandir
+
+    def lose(folder: str) -> object:
+        if Path(folder) == tmp_path / "aa":
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", lose)
+    quota.added([]).result(30)
+    assert quota.num_bytes == 0 and quota.take_deleted() == [path]

@@ -6,6 +6,7 @@ from vllm.v1.kv_offload.base import Locality, Medium
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hisparse.kv_manager.tiers import peers
+from vllm_hisparse.kv_manager.tiers import sources as sources_module
 from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import MAX_RETRY_S, RETRY_S, Source
 from vllm_hisparse.kv_manager.tiers.sources import Sources
@@ -63,19 +64,55 @@ def test_no_two_requests_share_an_id_with_a_peer() -> None:
     assert len(set(ids)) == len(ids) == 4
 
 
-def test_peers_that_are_gone_are_forgotten(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_outlast_a_resolver_that_fails(names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Peers(["decode:5710", "10.0.0.3:5711"], ("10.0.0.2", 5710))
+    before = found.addresses()
+    asked: list[str] = []
+    resolve = peers.socket.getaddrinfo
+
+    def note(host: str, *others: object) -> list[tuple]:
+        asked.append(host)
+        return resolve(host, *others)
+
+    monkeypatch.setattr(peers.socket, "getaddrinfo", note)
+    monkeypatch.setattr(peers, "RESOLVE_S", -1.0)
+    del names["decode"]
+    for _ in range(2):
+        asked.clear()
+        wait_for(lambda: found.addresses() == before and "10.0.0.2" in asked)
+    names["decode"] = ["10.0.0.7"]
+    wait_for(lambda: found.addresses() == [("10.0.0.7", 5710), ("10.0.0.3", 5711)])
+
+
+def test_an_instance_whose_own_name_is_known_later_does_not_ask_itself(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Peers(["decode:5710"], ("pod-2", 5710))
+    assert ("10.0.0.2", 5710) in found.addresses()
+    monkeypatch.setattr(peers, "RESOLVE_S", -1.0)
+    names["pod-2"] = ["10.0.0.2"]
+    wait_for(lambda: found.addresses() == [("10.0.0.1", 5710)])
+
+
+@pytest.mark.parametrize("is_remembered", [True, False])
+def test_peers_that_come_back_are_known(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, is_remembered: bool
+) -> None:
+    """Or else a silent peer would be asked again whenever it has been away for a moment."""
     found = Peers(["decode:5710"], ("10.0.0.2", 5710))
     sources = Sources("engine", [], found, False)
     ((first, _),) = sources.contexts("r")
     ((again, _),) = sources.contexts("r")
     assert first is again, "it is known whether a peer has answered"
     monkeypatch.setattr(peers, "RESOLVE_S", -1.0)
+    if not is_remembered:
+        monkeypatch.setattr(sources_module, "MAX_GONE", 0)
     names["decode"] = ["10.0.0.7"]
     wait_for(lambda: [source.name for source, _ in sources.contexts("r")] == ["peer 10.0.0.7:5710"])
     names["decode"] = ["10.0.0.1"]
     wait_for(lambda: [source.name for source, _ in sources.contexts("r")] == [first.name])
     ((new, _),) = sources.contexts("r")
-    assert new is not first, "it has been away"
+    assert (new is first) == is_remembered
 
 
 def silence(source: Source, now: float) -> float:

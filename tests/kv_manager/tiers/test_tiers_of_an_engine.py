@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -17,9 +18,11 @@ from typing import Any
 import pytest
 from test_prefix_loads import answer_at_once
 from tiered_engine import BLOCK_BYTES, IDENTITY, TIMEOUT_S, TieredEngine
+from transformers import PretrainedConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm.v1.kv_offload.tiering.base import ParentManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
@@ -150,6 +153,43 @@ def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage)
     assert counted["tier_loaded_blocks"] == NUM_BLOCKS
 
 
+def test_a_block_that_cannot_be_read_is_replaced(
+    engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, _ = engine.answer("first", PROMPT)
+    forget(engine, PROMPT)
+    engine.forget_buffer()
+    third, last = (
+        next(path for path in block_files(tmp_path) if path.stem == request.block_hashes[index].hex())
+        for index in (2, 4)
+    )
+    load, bad = fs_manager.batch_load_block, bytes(third.stat().st_size)
+    third.write_bytes(bad)
+    os.utime(last, (1, 1))
+
+    def fail(paths: list[str], view: memoryview, offsets: list[int], *rest: Any) -> None:
+        if str(third) not in paths or third.read_bytes() != bad:
+            return load(paths, view, offsets, *rest)
+        num_good = paths.index(str(third))
+        load(paths[:num_good], view, offsets[:num_good], *rest)
+        error = OSError(errno.EIO, "Input/output error")
+        error.num_succeeded = num_good  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(fs_manager, "batch_load_block", fail)
+    _, counted = engine.answer("again", PROMPT)
+    assert counted["tier_loaded_blocks"] == 2
+    wait_for_quota(engine)
+    assert last.stat().st_mtime == 1, "nobody has read it"
+    engine.answer("once more", PROMPT)  # if the file was deleted after its block had been computed
+    engine.settle()
+    assert third.read_bytes() != bad
+    forget(engine, PROMPT)
+    engine.forget_buffer()
+    _, counted = engine.answer("repaired", PROMPT)
+    assert counted["tier_loaded_blocks"] == NUM_BLOCKS
+
+
 @pytest.mark.parametrize(
     "method", ["lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end", "on_request_finished"]
 )
@@ -193,6 +233,62 @@ def test_what_a_tier_sends_to_a_peer_ends_when_the_tier_raises(
         engine.turns(3)
         assert engine.tiers.manager.secondary_tiers[0].has_failed
         engine.check_idle()
+
+
+def test_blocks_are_stored_while_peers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers read as many chunks of the transfer buffer as stores may take."""
+    context, jobs = ReqContext("peer"), list[TransferJob]()
+    finish, is_over = FileSystemTierManager.get_finished_jobs, False
+
+    def serve(tier: FileSystemTierManager, parent: ParentManager) -> None:
+        if not jobs:
+            parent.on_new_request(context)
+            jobs.append(parent.create_store_job(keys, context))
+            parent.on_request_finished(context)
+
+    def finish_all(tier: FileSystemTierManager) -> list[JobResult]:
+        over = [JobResult(jobs[0].job_id, success=True)] if is_over else []
+        return [*finish(tier), *over]
+
+    with TieredEngine([fs(tmp_path)], num_host_blocks=64) as engine:
+        manager = engine.tiers.manager
+        prompts = [list(range(first, first + 24)) for first in range(1000, 1400, 100)]
+        hashes = [h for index, prompt in enumerate(prompts) for h in engine.answer(f"{index}", prompt)[0].block_hashes]
+        engine.settle()
+        share = manager.num_stores_left
+        keys = [key for key in map(key_of, hashes) if manager.is_in_buffer(key)][:share]
+        assert len(keys) == share > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSystemTierManager, "serve_external_requests", serve)
+            patch.setattr(FileSystemTierManager, "get_finished_jobs", finish_all)
+            engine.turn()
+            assert manager.buffer.num_reads == share == manager.num_stores_left
+            request, _ = engine.answer("new", PROMPT)
+            names = {block_hash.hex() for block_hash in request.block_hashes}
+            engine.wait_until(lambda: names <= {path.stem for path in block_files(tmp_path)})
+            engine.wait_until(lambda: manager.buffer.num_reads == share)
+            is_over = True
+            engine.turn()
+        engine.settle()
+        assert manager.num_stores_left == share
+        engine.check_idle()
+        assert not engine.tiers.leftovers()
+
+
+def test_blocks_that_peers_ask_for_take_nothing_from_stores(engine: TieredEngine) -> None:
+    request, _ = engine.answer("first", PROMPT)
+    engine.settle()
+    engine.forget_buffer()
+    manager, context = engine.tiers.manager, ReqContext("peer")
+    before = manager.num_stores_left
+    manager.on_new_request(context, exclude_tier_idx=0)
+    key = key_of(request.block_hashes[0])
+    assert manager.lookup(key, context, exclude_tier_idx=0) is LookupResult.HIT_PENDING
+    assert manager.num_stores_left == before
+    engine.settle()
+    assert manager.is_in_buffer(key)
+    manager.on_request_finished(context, exclude_tier_idx=0)
+    engine.check_idle()
 
 
 def test_without_anybody_to_ask_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,9 +627,13 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def engine_config(drafts: SimpleNamespace | None = None, load_format: str = "auto", **model: Any) -> SimpleNamespace:
     """The part of a `VllmConfig` that an identity reads."""
-    options = {"model": "some/model", "revision": None, "dtype": "torch.float32", "quantization": None}
+    options = {
+        **{"model": "some/model", "revision": None, "dtype": "torch.float32", "max_model_len": 4096},
+        **{"quantization": None, "quantization_config": None, "hf_overrides": {}, "multimodal_config": None},
+        **{"hf_config_path": None, "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"})},
+    }
     return SimpleNamespace(
-        model_config=SimpleNamespace(**{**options, "hf_overrides": {}, "multimodal_config": None, **model}),
+        model_config=SimpleNamespace(**{**options, **model}),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         load_config=SimpleNamespace(load_format=load_format),
         speculative_config=drafts,
@@ -580,6 +680,17 @@ def takes_images(**options: Any) -> SimpleNamespace:
     return engine_config(multimodal_config=MultiModalConfig(**options))
 
 
+def with_config(path: str = "/configs/one", **values: Any) -> SimpleNamespace:
+    """An engine with `--hf-config-path`."""
+    return engine_config(hf_config_path=path, hf_config=PretrainedConfig(name_or_path=path, **values))
+
+
+def with_long_rope(max_model_len: int, **others: Any) -> SimpleNamespace:
+    parameters = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    text = SimpleNamespace(rope_parameters={"full_attention": parameters, **others} if others else parameters)
+    return engine_config(max_model_len=max_model_len, hf_text_config=text)
+
+
 IDENTITIES = {
     "quantization": (engine_config(quantization="fp8"), DSA),
     "overrides": (engine_config(hf_overrides={"rope_scaling": {"factor": 4.0}}), DSA),
@@ -593,6 +704,12 @@ IDENTITIES = {
     "pruned videos": (takes_images(video_pruning_rate=0.5), DSA),
     "videos pruned in another way": (takes_images(video_pruning_rate=0.5, video_pruning_method="vidcom2"), DSA),
     "a vision model in fp8": (takes_images(mm_encoder_attn_dtype="fp8"), DSA),
+    "a configuration of its own": (with_config(rope_theta=1e4), DSA),
+    "another configuration": (with_config(rope_theta=1e6), DSA),
+    "layers that are not quantized": (engine_config(quantization_config={"linear": "mxfp8", "ignore": ["a"]}), DSA),
+    "other activations": (engine_config(quantization_config={"linear": {"activation": "fp8_per_token"}}), DSA),
+    "long contexts": (with_long_rope(4097), DSA),
+    "short contexts": (with_long_rope(4096), DSA),
 }
 
 
@@ -615,15 +732,29 @@ def test_options_that_are_defaults_are_the_same_blocks() -> None:
     plain = BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense())
     assert BlockIdentity.of(engine_config(), DENSE_LAYOUT, 1, dense(algorithm_options={"page_size": 16})) == plain
     text = takes_images(mm_processor_kwargs={"size": {"longest_edge": 64}}, language_model_only=True)
-    for config in (takes_images(), text):
+    for config in (takes_images(), text, engine_config(max_model_len=8192)):
         assert BlockIdentity.of(config, DENSE_LAYOUT, 1, dense()) == plain
+    short = engine_config(quantization="fp8_per_tensor")
+    implied = engine_config(
+        quantization="fp8_per_tensor", quantization_config=resolve_quantization_config("fp8_per_tensor", None)
+    )
+    assert BlockIdentity.of(short, DENSE_LAYOUT, 1, DSA) == BlockIdentity.of(implied, DENSE_LAYOUT, 1, DSA)
+
+
+def test_the_place_of_a_configuration_and_the_exact_length_are_not_compared() -> None:
+    for one, other in (
+        (with_config("/configs/one", transformers_version="5.0"), with_config("/configs/two")),
+        (with_long_rope(8192), with_long_rope(16384, sliding_attention={"rope_type": "default"})),
+    ):
+        assert BlockIdentity.of(one, DENSE_LAYOUT, 1, DSA) == BlockIdentity.of(other, DENSE_LAYOUT, 1, DSA)
 
 
 def test_a_directory_of_an_earlier_version_is_compared_by_what_it_names(tmp_path: Path) -> None:
     """And its blocks are found where that version has put them."""
-    identity = BlockIdentity.of(engine_config(quantization="fp8"), DENSE_LAYOUT, 1, dense())
+    config = engine_config(quantization="fp8", hf_config_path="/config", hf_config=PretrainedConfig())
+    identity = BlockIdentity.of(config, DENSE_LAYOUT, 1, dense())
     earlier = asdict(identity)
-    for name in ("quantization", "hf_overrides", "load_format", "selection", "multimodal"):
+    for name in make_tiers.LATER_PARTS:
         del earlier[name]
     (tmp_path / "hisparse.json").write_text(json.dumps(earlier))
     known = check_directory(tmp_path, identity, "tiers.0.path")
@@ -641,6 +772,56 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path: Path) 
     with pytest.raises(HiSparseConfigError, match=r"tiers\.0\.path: .*an empty directory.*'llama'"):
         TieredEngine([fs(tmp_path, 1e-6)])
     assert weights.read_bytes() == b"weights" and not (tmp_path / "hisparse.json").exists()
+
+
+def test_a_directory_without_hard_links_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    for _ in range(2):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    assert os.listdir(tmp_path) == ["hisparse.json"]
+
+
+def test_a_failed_write_of_an_identity_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(HiSparseConfigError, match=r"can be written and read .*Input/output error"):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_identity_of_a_directory_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it could be empty after a power loss, and the directory would be refused."""
+    calls: list[object] = []
+    sync, link = os.fsync, os.link
+
+    def note_sync(file: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{file}").resolve())
+        sync(file)
+
+    def note_link(source: Path, target: Path) -> None:
+        calls.append(target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", note_link)
+    check_directory(tmp_path, IDENTITY, "tiers.0.path")
+    first, *others = calls
+    assert first.name.endswith(".tmp") and others == [tmp_path / "hisparse.json", tmp_path]
+
+
+def test_a_directory_whose_identity_is_damaged_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hisparse.json").write_text("")
+    with pytest.raises(HiSparseConfigError, match=r"hisparse\.json says which.*Delete all files"):
+        check_directory(tmp_path, IDENTITY, "tiers.0.path")
 
 
 def test_the_root_of_a_file_system_is_accepted(tmp_path: Path) -> None:

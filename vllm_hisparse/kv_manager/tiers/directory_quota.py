@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import OrderedDict, deque
@@ -16,6 +17,8 @@ BLOCK_SUFFIX = ".bin"
 TEMPORARY = ".tmp"  # part of the names of files that are being written
 ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
 RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
+RETRY_S = 30.0  # seconds from a scan that could not read everything to the next
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # errors of opening a file that say nothing about the file
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -35,7 +38,7 @@ class DirectoryQuota:
         self.num_bytes = 0
         self._sizes: OrderedDict[str, int] = OrderedDict()  # path -> bytes, least recently used first
         self._deleted: deque[str] = deque()
-        self._scanned_at = 0.0
+        self._scanned_at, self._is_incomplete = 0.0, False  # of the last scan
         self._thread = ThreadPoolExecutor(1, "hisparse_tier_quota")
         self._thread.submit(self._scan)
 
@@ -51,9 +54,13 @@ class DirectoryQuota:
         """Stop counting a file that was deleted."""
         return self._thread.submit(self._forget, path)
 
+    def unreadable(self, path: str) -> Future:
+        """Delete a file that could not be read, so that its block is stored again."""
+        return self._thread.submit(self._discard, path)
+
     def take_deleted(self) -> list[str]:
-        """Paths of the files that this engine has deleted because of the quota since the last call, and of those that a
-        scan has missed since then.
+        """Paths of the files that this engine has deleted since the last call, because of the quota or because they
+        could not be read, and of those that a scan has missed since then.
         """
         return [self._deleted.popleft() for _ in range(len(self._deleted))]
 
@@ -61,28 +68,50 @@ class DirectoryQuota:
         self._thread.shutdown(cancel_futures=True)
 
     def _scan(self) -> None:
-        self._scanned_at = time.monotonic()
-        found = sorted((status.st_mtime, path, status.st_size) for path, status in self._block_files())
+        """Count the files anew. Files that cannot be read stay counted, because they take room nevertheless."""
+        errors: list[OSError] = []
+        found = sorted((status.st_mtime, path, status.st_size) for path, status in self._block_files(errors))
         sizes = OrderedDict((path, size) for _, path, size in found)
-        self._deleted.extend(self._sizes.keys() - sizes.keys())
-        self._sizes = sizes
+        self._scanned_at, self._is_incomplete = time.monotonic(), bool(errors)
+        if errors:
+            message = "Cannot read all of %s; files that were counted before still count: %s"
+            logger.warning(message, self.directory, errors[0])
+            self._sizes |= sizes
+        else:
+            self._deleted.extend(self._sizes.keys() - sizes.keys())
+            self._sizes = sizes
         self.num_bytes = sum(self._sizes.values())
         self._evict()
 
-    def _block_files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield block files with their status, and delete half-written files that a killed engine has left."""
+    def _block_files(self, errors: list[OSError]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield block files with their status, and delete half-written files that a killed engine has left.
+
+        Args:
+            errors: errors of reading files and folders that may still be there; new ones are added.
+        """
         now = time.time()
-        for folder, _, names in os.walk(self.directory):
+
+        def note(error: OSError) -> None:
+            # NOTE: another engine may have deleted a file or a folder, but the root is missing if the disk is gone.
+            is_root = error.filename == os.fspath(self.directory)
+            if not isinstance(error, FileNotFoundError) or (is_root and self._sizes):
+                errors.append(error)
+
+        for folder, _, names in os.walk(self.directory, onerror=note):
             for path in (os.path.join(folder, name) for name in names):
-                with suppress(OSError):  # another engine may have deleted it
+                try:
                     status = os.stat(path)
-                    if path.endswith(BLOCK_SUFFIX):
-                        yield path, status
-                    elif TEMPORARY in os.path.basename(path) and now - status.st_mtime > ABANDONED_S:
+                except OSError as error:
+                    note(error)
+                    continue
+                if path.endswith(BLOCK_SUFFIX):
+                    yield path, status
+                elif TEMPORARY in os.path.basename(path) and now - status.st_mtime > ABANDONED_S:
+                    with suppress(OSError):
                         os.remove(path)
 
     def _add(self, paths: list[str]) -> None:
-        if time.monotonic() - self._scanned_at > RESCAN_S:
+        if time.monotonic() - self._scanned_at > (RETRY_S if self._is_incomplete else RESCAN_S):
             self._scan()
         for path in paths:
             with suppress(OSError):
@@ -97,6 +126,18 @@ class DirectoryQuota:
                 os.utime(path)
                 if path in self._sizes:
                     self._sizes.move_to_end(path)
+
+    def _discard(self, path: str) -> None:
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            if error.errno in NO_DESCRIPTORS:
+                return
+        try:
+            self._delete(path)
+            self._deleted.append(path)
+        except OSError as error:
+            logger.warning("Cannot delete %s, which cannot be read: %s", path, error)
 
     def _delete(self, path: str) -> None:
         with suppress(FileNotFoundError):

@@ -44,7 +44,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         being_written = offloading_spec.max_stores * self.block_size_bytes
         self.quota = DirectoryQuota(self._folder(), max(quota_bytes - being_written, self.block_size_bytes))
         self._stores: dict[int, list[str]] = {}  # job -> paths
-        self._loads: dict[int, list[str]] = {}
+        self._loads: dict[int, list[str]] = {}  # in the order in which the files are read
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._stores[job_metadata.job_id] = self._paths(job_metadata.keys)
@@ -62,11 +62,19 @@ class QuotaFileSystemTier(FileSystemTierManager):
                 self.quota.added(written)
                 self.pause.job_ended(result.success)
             elif read is not None:
-                self.quota.used(read)
+                self._mark_read(read, result)
         return results
 
+    def _mark_read(self, paths: list[str], result: JobResult) -> None:
+        """Record a load: vLLM reads the files in order, and ends the job at the first one that it cannot read."""
+        num_read = len(paths) if result.success else len(result.successful_keys or ())
+        self.quota.used(paths[:num_read])
+        if not result.success:
+            # NOTE: vLLM would ask for this file again and again, and store no block whose file exists.
+            self.quota.unreadable(paths[num_read])
+
     def take_deleted(self) -> list[OffloadKey]:
-        """Keys of the blocks that were deleted because of the quota since the last call."""
+        """Keys of the blocks that were deleted because of the quota, or could not be read, since the last call."""
         keys = []
         for path in self.quota.take_deleted():
             with suppress(ValueError):  # not the name of a block

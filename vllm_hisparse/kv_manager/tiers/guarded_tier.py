@@ -26,11 +26,11 @@ class _WatchedParent(ParentManager):
 
     Args:
         parent: vLLM's tiering.
-        jobs: ids of the tier's jobs, which are added to.
+        jobs: job -> number of chunks that the tier reads for others; new jobs are added.
         requests: request id -> context of the requests that the tier has begun and not yet ended.
     """
 
-    def __init__(self, parent: ParentManager, jobs: set[int], requests: dict[str, ReqContext]):
+    def __init__(self, parent: ParentManager, jobs: dict[int, int], requests: dict[str, ReqContext]):
         self._parent, self._jobs, self._requests = parent, jobs, requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -42,7 +42,7 @@ class _WatchedParent(ParentManager):
 
     def create_store_job(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TransferJob:
         job = self._parent.create_store_job(keys, req_context)
-        self._jobs.add(job.job_id)
+        self._jobs[job.job_id] = len(job.keys)
         return job
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -74,6 +74,7 @@ class GuardedTier(SecondaryTierManager):
         self.cache_hit_source = tier.cache_hit_source
         self._own_results: list[JobResult] = []  # of jobs that the tier did not get, or that it failed in
         self._jobs: set[int] = set()
+        self._peer_jobs: dict[int, int] = {}  # jobs that the tier has begun for other instances -> chunks
         self._requests: dict[str, ReqContext] = {}  # of other instances
         self._has: set[OffloadKey] = set()  # blocks that the tier has, or is storing; forgotten with the host block
         self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that the tier is storing
@@ -85,6 +86,11 @@ class GuardedTier(SecondaryTierManager):
     @property
     def bp_detector(self) -> Any:
         return self.tier.bp_detector
+
+    @property
+    def num_peer_reads(self) -> int:
+        """Number of chunks that the tier is reading for other instances."""
+        return sum(self._peer_jobs.values())
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return self._guard(LookupResult.MISS, self.tier.lookup, key, req_context)
@@ -124,6 +130,7 @@ class GuardedTier(SecondaryTierManager):
         self._jobs -= {result.job_id for result in finished}
         results, self._own_results = [*self._own_results, *finished], []
         for result in results:
+            self._peer_jobs.pop(result.job_id, None)
             keys = self._stores.pop(result.job_id, ())
             if not result.success:
                 self._has.difference_update(keys)
@@ -141,7 +148,7 @@ class GuardedTier(SecondaryTierManager):
         self._guard(None, self.tier.on_request_finished, req_context)
 
     def serve_external_requests(self, parent: ParentManager) -> None:
-        watched = _WatchedParent(parent, self._jobs, self._requests)
+        watched = _WatchedParent(parent, self._peer_jobs, self._requests)
         self._guard(None, self.tier.serve_external_requests, watched)
         for context in list(self._requests.values()) if self.has_failed else ():
             watched.on_request_finished(context)
@@ -176,6 +183,6 @@ class GuardedTier(SecondaryTierManager):
         except Exception:
             logger.exception("Tier %s failed and is not used any more; restart the engine to use it.", self.tier_type)
             self.has_failed = True
-            self._own_results += [JobResult(job_id, success=False) for job_id in self._jobs]
+            self._own_results += [JobResult(job_id, success=False) for job_id in self._jobs | self._peer_jobs.keys()]
             self._jobs.clear()
             return default

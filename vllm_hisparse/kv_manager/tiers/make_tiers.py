@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
+from vllm.config.quantization import QuantSpec, resolve_quantization_config
 from vllm.logger import init_logger
+from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -41,13 +44,18 @@ from vllm_hisparse.layout import KVLayout
 from vllm_hisparse.tier_config import FsTier, P2PTier, TierOptions
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.config.multimodal import MultiModalConfig
 
 FORMAT = 1  # version of the format of a stored block; a change makes old directories unreadable
 IDENTITY = "hisparse.json"  # file in a directory of blocks, with their `BlockIdentity`
 FIRST_PARTS = ("model", "dtype", "layout", "num_pools", "hash_algorithm", "hash_seed", "format")  # in every such file
+LATER_PARTS = (  # in files of later versions alone
+    *("quantization", "hf_overrides", "load_format", "selection", "multimodal"),
+    *("hf_config", "quantization_config", "long_rope"),
+)
 LOST_AND_FOUND = "lost+found"  # folder in the root of a file system
+UNIMPORTANT = ("transformers_version", "_name_or_path")  # keys of a model's configuration that do not change KV
 MIN_CHUNKS = 64
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -72,6 +80,10 @@ class BlockIdentity:
             earlier layers attended to. None for a DSA model, which has one way to select.
         multimodal: the engine's options that change the embeddings of an image, a video or audio, but not its hash;
             None for vLLM's defaults, and for text alone.
+        hf_config: hash of the model's configuration; None if it is the one beside the weights.
+        quantization_config: options of the quantization; None if they are not given.
+        long_rope: True if a model with LongRoPE computes keys for long contexts, which depends on `--max-model-len`.
+            None for other models.
     """
 
     model: str
@@ -86,6 +98,9 @@ class BlockIdentity:
     load_format: str | None = None
     selection: dict[str, Any] | None = None
     multimodal: str | None = None
+    hf_config: str | None = None
+    quantization_config: str | None = None
+    long_rope: bool | None = None
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, layout: KVLayout, num_pools: int, config: HiSparseConfig) -> BlockIdentity:
@@ -132,6 +147,9 @@ class BlockIdentity:
             load_format=None if load_format == "auto" else load_format,
             selection=selection,
             multimodal=_multimodal_options(model.multimodal_config) if takes_images(vllm_config) else None,
+            hf_config=_hash_of_config(model) if model.hf_config_path else None,
+            quantization_config=_quantization_options(model),
+            long_rope=_has_long_rope(model),
         )
 
     @property
@@ -141,8 +159,7 @@ class BlockIdentity:
 
         Parts that are None are left out, so that blocks of versions without them are found.
         """
-        names = "quantization", "hf_overrides", "load_format", "selection", "multimodal"
-        parts = {name: getattr(self, name) for name in names}
+        parts = {name: getattr(self, name) for name in LATER_PARTS}
         return json.dumps(
             self.layout | {name: part for name, part in parts.items() if part is not None}, sort_keys=True
         )
@@ -164,6 +181,33 @@ def _multimodal_options(config: MultiModalConfig) -> str | None:
     }
     options = {name: value for name, value in options.items() if value}
     return json.dumps(options, sort_keys=True, default=str) if options else None
+
+
+def _hash_of_config(model: ModelConfig) -> str:
+    """Return a hash of a model's configuration that does not depend on the path of its file."""
+    text = json.dumps(model.hf_config.to_dict(), default=str)
+    parts = json.loads(text, object_hook=lambda part: {key: part[key] for key in part if key not in UNIMPORTANT})
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _quantization_options(model: ModelConfig) -> str | None:
+    """Return the options of the quantization; None if `--quantization` alone implies them."""
+    options = resolve_quantization_config(model.quantization, model.quantization_config)
+    if options is None or options == resolve_quantization_config(model.quantization, None):
+        return None
+    given = {name: value for name, value in vars(options).items() if value}
+    # NOTE: kinds of numbers in these options are named by their strings.
+    return json.dumps(given, sort_keys=True, default=lambda it: vars(it) if isinstance(it, QuantSpec) else str(it))
+
+
+def _has_long_rope(model: ModelConfig) -> bool | None:
+    """Return True if vLLM takes the factors for long contexts of a model with LongRoPE; None for other models."""
+    lengths = [
+        parameters["original_max_position_embeddings"]
+        for parameters in iter_rope_parameters(model.hf_text_config)
+        if parameters.get("rope_type") == "longrope"
+    ]
+    return any(model.max_model_len > length for length in lengths) if lengths else None
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -260,18 +304,21 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
                     f"an empty directory, or one of blocks with {IDENTITY} in it; this one has {sorted(others)[0]!r}",
                     "Name a directory of its own: the least recently used files in it are deleted.",
                 )
-            temporary = path / f"{IDENTITY}.{uuid4()}.tmp"
-            temporary.write_text(json.dumps(expected, indent=2))
-            with suppress(FileExistsError):  # another engine was faster
-                os.link(temporary, file)
-            temporary.unlink()
+            _write_once(file, json.dumps(expected, indent=2))
         found = json.loads(file.read_text())
         mode = path.stat().st_mode & 0o777
     except HiSparseConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise HiSparseConfigError(
             option, str(path), f"a directory that can be written and read ({error})", "Correct it or its rights."
+        ) from error
+    except ValueError as error:
+        raise HiSparseConfigError(
+            option,
+            str(path),
+            f"a directory whose {IDENTITY} says which blocks it has; this file is damaged ({error})",
+            "Delete all files in the directory, or name another one.",
         ) from error
     known = found if isinstance(found, dict) else {}
     # NOTE: an earlier version did not name all parts; a part that it did not name cannot be compared.
@@ -294,6 +341,31 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
             mode,
         )
     return identity.known_to(known)
+
+
+def _write_once(file: Path, text: str) -> None:
+    """Write a file that is complete once it exists, even after a power loss, unless another engine is faster."""
+    temporary = file.with_name(f"{file.name}.{uuid4()}.tmp")
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        try:
+            os.link(temporary, file)
+        except FileExistsError:  # another engine was faster
+            return
+        except OSError:  # the file system may have no hard links
+            if not file.exists():
+                temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # not every file system can do this with a directory
+        directory = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def _make_tier(tier: TierOptions, index: int, spec: TierSpec, primary: BufferTier) -> GuardedTier:

@@ -17,13 +17,17 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 class Peers:
     """Resolves names of peers in the background, and leaves out this instance itself.
 
+    A name that cannot be resolved keeps its addresses, because a resolver may fail while the peers are well. Peers that
+    are gone do not answer, so they are soon asked rarely.
+
     Args:
         names: host:port of each peer; a name may stand for several addresses.
         own: host and port of this instance.
     """
 
     def __init__(self, names: Sequence[str], own: tuple[str, int]):
-        self.names, self._own = names, {own, *_resolve(*own)}
+        self.names, self.own = names, own
+        self._known: dict[tuple[str, int], list[tuple[str, int]]] = {}  # host and port -> addresses
         self._resolved_at = 0.0
         self._addresses: list[tuple[str, int]] = []
         self._thread: threading.Thread | None = None
@@ -41,9 +45,17 @@ class Peers:
         found: dict[tuple[str, int], None] = {}
         for name in self.names:
             host, _, port = name.rpartition(":")
-            found |= dict.fromkeys(_resolve(host, int(port)))
-        self._addresses = [address for address in found if address not in self._own]
+            found |= dict.fromkeys(self._resolve(host, int(port)))
+        own = {self.own, *self._resolve(*self.own)}
+        self._addresses = [address for address in found if address not in own]
         self._resolved_at = time.monotonic()
+
+    def _resolve(self, host: str, port: int) -> list[tuple[str, int]]:
+        """Return the addresses that a name stands for, or has stood for if it cannot be resolved now."""
+        found = _resolve(host, port)
+        if found:
+            self._known[host, port] = found
+        return self._known.get((host, port), [])
 
 
 def _resolve(host: str, port: int) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
@@ -12,6 +13,7 @@ from vllm_hisparse.kv_manager.tiers.peers import Peers
 from vllm_hisparse.kv_manager.tiers.prefix_loads import Source
 
 STORES_ONLY = TierFilter((TierMatcher(Medium.STORAGE),))
+MAX_GONE = 256  # peers that are gone and remembered, because they may come back
 PEERS_ONLY = TierFilter((TierMatcher(Medium.CPU),))
 
 
@@ -34,7 +36,7 @@ class Sources:
     def __init__(self, engine_id: str, store_names: Sequence[str], peers: Peers | None, peers_first: bool):
         self.engine_id, self.peers, self.peers_first = engine_id, peers, peers_first
         self.stores = Source(" and ".join(store_names), CacheHitSource.DISK) if store_names else None
-        self._by_address: dict[tuple[str, int], Source] = {}
+        self._by_address: OrderedDict[tuple[str, int], Source] = OrderedDict()  # those that are gone first
         self._numbers = count()
 
     def contexts(self, request_id: str) -> list[tuple[Source, ReqContext]]:
@@ -43,7 +45,10 @@ class Sources:
         name = f"{next(self._numbers)}:{request_id}"
         stores = [(self.stores, ReqContext(name, load_tier_filter=STORES_ONLY))] if self.stores else []
         addresses = self.peers.addresses() if self.peers else []
-        self._by_address = {address: self._by_address.get(address) or _source(address) for address in addresses}
+        for address in addresses:
+            self._by_address[address] = self._by_address.pop(address, None) or _source(address)
+        while len(self._by_address) > len(addresses) + MAX_GONE:
+            self._by_address.popitem(last=False)
         peers = [self._peer(name, address) for address in addresses]
         return [*peers, *stores] if self.peers_first else [*stores, *peers]
 

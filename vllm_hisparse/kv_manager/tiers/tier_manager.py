@@ -58,6 +58,7 @@ class _Save:
     context: ReqContext
     blocks: Mapping[OffloadKey, int]
     futures: list[Future]
+    is_for_peer: bool
 
 
 class HostTierManager(TieringOffloadingManager):
@@ -86,8 +87,13 @@ class HostTierManager(TieringOffloadingManager):
 
     @property
     def num_stores_left(self) -> int:
-        """Number of blocks that may be saved now."""
-        return int(self.num_chunks * STORE_SHARE) - self.buffer.num_reads - sum(len(s.blocks) for s in self._saves)
+        """Number of blocks that may be saved now to be stored.
+
+        NOTE: blocks for peers do not count, or else nothing would be stored while peers ask for blocks all the time.
+        """
+        num_saves = sum(len(save.blocks) for save in self._saves if not save.is_for_peer)
+        num_reads = self.buffer.num_reads - sum(tier.num_peer_reads for tier in self.secondary_tiers)
+        return int(self.num_chunks * STORE_SHARE) - num_reads - num_saves
 
     def mark_unwritten(self, block_ids: list[int]) -> None:
         """Record published host blocks that a step in flight may still write."""
@@ -112,7 +118,7 @@ class HostTierManager(TieringOffloadingManager):
             if block_id is not None:
                 # NOTE: if there is no room now, the peer asks again until its timeout.
                 if not self.is_unwritten(block_id) and len(self._saves) < MAX_PEER_COPIES:
-                    self._save({key: block_id}, req_context)
+                    self._save({key: block_id}, req_context, is_for_peer=True)
                 return LookupResult.HIT_PENDING
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
@@ -191,7 +197,7 @@ class HostTierManager(TieringOffloadingManager):
             if lacking:
                 tier.submit_store(self.create_store_job(lacking, context, index))
 
-    def _save(self, blocks: Mapping[OffloadKey, int], context: ReqContext) -> bool:
+    def _save(self, blocks: Mapping[OffloadKey, int], context: ReqContext, is_for_peer: bool = False) -> bool:
         prepared = self.prepare_store(list(blocks), context)
         if prepared is None:
             return False
@@ -202,5 +208,5 @@ class HostTierManager(TieringOffloadingManager):
             self.host_pool.hold(blocks[key])
         chunk_ids = prepared.store_spec.chunk_ids.tolist()
         futures = [self.copier.save(blocks[key], chunk_id, key) for key, chunk_id in zip(keys, chunk_ids, strict=True)]
-        self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures))
+        self._saves.append(_Save(context, {key: blocks[key] for key in keys}, futures, is_for_peer))
         return True
