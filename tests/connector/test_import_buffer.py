@@ -403,6 +403,42 @@ def test_instances_that_hang_in_all_parts_stop_no_others() -> None:
     host.assert_holds(pages | {99: 59} | {80 + page: 40 + page for page in range(10)})
 
 
+@pytest.mark.parametrize("knows_others", [False, True])
+def test_reads_that_nixl_does_not_release_stop_no_prompts_of_their_instance(knows_others: bool) -> None:
+    """Their parts are lost, and the parts that are free are for other instances, which go on."""
+    host, third = Host(num_parts=6, pages_per_part=5), Source("third", 0)
+    if knows_others:
+        host.add("first", [50], [90], OTHER)
+        host.run()
+    num_stuck = 3 if knows_others else 5
+    for index in range(num_stuck):
+        host.add(f"bad {index}", [index], [index])
+    stuck = list(host.prefill.open)
+    assert len(stuck) == num_stuck
+    for read in stuck:
+        host.prefill.fail(read, has_ended=False)
+    host.buffer.advance()
+    host.add("good", list(range(20, 38)), list(range(60, 78)))
+    host.now += STUCK_S - 1
+    finish_others(host, stuck)
+    assert host.prefill.open == stuck and host.buffer.num_waiting == 1
+    if knows_others:
+        host.add("of another", [40], [40], OTHER)
+        finish_others(host, stuck)
+        assert host.arrived == ["first", "of another"]
+    host.now += 2
+    with unittest.TestCase().assertLogs("vllm.vllm_hisparse.connector.import_buffer", logging.WARNING) as logs:
+        finish_others(host, stuck)
+        host.add("at once", [59], [99])
+        finish_others(host, stuck)
+    assert len(logs.records) == 1 and logs.records[0].getMessage().endswith("may hang: prefill.")
+    assert host.arrived[-2:] == ["good", "at once"] and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.add("through the buffer", [58], [98], third)
+    finish_others(host, stuck)
+    assert host.arrived[-1] == "through the buffer" and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.run()
+
+
 def test_prompts_wait_as_long_as_parts_are_read() -> None:
     """Here they are copied slowly, too."""
     host = Host(num_parts=2, pages_per_part=5, slow=True)

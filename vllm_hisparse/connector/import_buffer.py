@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
 PART_BYTES = 64 << 20
-STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that have none do without
+STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that find none do without
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -157,8 +157,9 @@ class ImportBuffer:
     do not end. While several instances are known, an instance therefore gets another part only if more parts are free
     than it has; a single one leaves one part free if there are three or more.
 
-    Instances that hang may nevertheless hold all parts together. If all parts are in use, and none has been read for
-    `STUCK_S` seconds, prompts that have none are therefore read straight into the host pool.
+    Instances that hang may nevertheless hold all parts together, and an instance that works may hold parts for ever,
+    because NIXL does not release reads that have failed. Prompts that find no part are therefore read straight into the
+    host pool if none has changed for `STUCK_S` seconds: none at all, or none of their instance if it holds some.
 
     Args:
         memory: [parts, bytes of a part] uint8: the buffer, contiguous.
@@ -176,7 +177,9 @@ class ImportBuffer:
         self._rounds: list[_Round] = []
         self._engine_ids: set[str] = set()  # of instances from which prompts have come, and that are not abandoned
         self._num_bytes = self._last_num_waiting = 0
-        self._last_change, self._is_stuck = 0.0, False  # time at which a part was given, read or freed
+        self._last_change = 0.0  # time at which a part was given, read or freed
+        self._changes: dict[str, float] = {}  # engine id -> the same of its parts; of instances that hold some
+        self._named: set[str] = set()  # instances that a warning has named since a part of theirs changed
 
     @property
     def pending(self) -> set[str]:
@@ -215,6 +218,7 @@ class ImportBuffer:
     def advance(self) -> None:
         """Copy parts that have been read, and read more pages into parts that have been copied. Waits for nothing."""
         self._rounds = [each for each in self._rounds if not self._has_ended(each)]
+        self._changes = {engine_id: self._changes[engine_id] for engine_id in self._holders()}
         self._start_reads()
         ended = [each for each in self._imports if not each.needs_part and not each.num_rounds]
         self._imports = [each for each in self._imports if each.needs_part or each.num_rounds]
@@ -252,7 +256,7 @@ class ImportBuffer:
                 return False
             each.read = None
             if part is not None:
-                self._part_changes()
+                self._part_changes(owner.source.engine_id)
                 if not owner.has_failed:
                     each.writing = self._writer.write(part.pages, part.places)
         if each.writing is not None and not each.writing.is_done():
@@ -261,25 +265,33 @@ class ImportBuffer:
         if part is not None:
             self._num_bytes += part.pages.nbytes if each.writing is not None else 0
             self._free.append(part.number)
-            self._part_changes()
+            self._part_changes(owner.source.engine_id)
         return True
 
     def _start_reads(self) -> None:
         for each in self._imports:
             while each.needs_part and self._may_take_part(each.source.engine_id):
                 self._start_read(each)
-        if self._free or self._clock() - self._last_change < STUCK_S:
-            return
         for each in self._imports:
-            if each.needs_part and not each.num_rounds:
+            if each.needs_part and not each.num_rounds and self._is_stuck(each.source.engine_id):
                 self._start_read_to_host(each)
 
+    def _holders(self) -> list[str]:
+        """Engine ids of the instances that hold parts, once for each part."""
+        return [each.owner.source.engine_id for each in self._rounds if each.part is not None]
+
     def _may_take_part(self, engine_id: str) -> bool:
-        holders = [each.owner.source.engine_id for each in self._rounds if each.part is not None]
-        num_held = holders.count(engine_id)
+        num_held = self._holders().count(engine_id)
         if len(self._engine_ids) > 1:
             return len(self._free) > num_held
         return len(self._free) > (1 if num_held and len(self.memory) > MIN_IMPORT_PARTS else 0)
+
+    def _is_stuck(self, engine_id: str) -> bool:
+        """Return True if prompts of an instance that find no part are to be read without one.
+
+        NOTE: an instance that holds parts may find none although some are free, so changes of others do not count.
+        """
+        return self._clock() - self._changes.get(engine_id, self._last_change) >= STUCK_S
 
     def _start_read(self, owner: _Import) -> None:
         first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])
@@ -289,21 +301,21 @@ class ImportBuffer:
         memory = self.memory[number, : len(sizes) * page_bytes].view(-1, page_bytes)
         local, remote = pieces(memory.data_ptr() + np.arange(len(sizes)) * page_bytes, addresses, sizes)
         read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
-        self._part_changes()
+        self._part_changes(owner.source.engine_id)
         self._read_is_started(owner, pages.stop, _Part(number, memory, owner.places[pages]), read, is_started)
         if read is None:
             self._free.append(number)
 
     def _start_read_to_host(self, owner: _Import) -> None:
         """Read the rest of a prompt straight into the host pool."""
-        if not self._is_stuck:
-            self._is_stuck = True
-            holders = {each.owner.source.engine_id for each in self._rounds if each.part is not None}
+        hanging = {engine_id for engine_id in self._holders() if self._is_stuck(engine_id)}
+        if hanging - self._named:
+            self._named |= hanging
             logger.warning(
-                "HiSparse: no read into the import buffer has ended for %.0f s; other prompts are read without it "
-                "until one does. These prefill instances may hang: %s.",
+                "HiSparse: no read from some prefill instances into the import buffer has ended for %.0f s; prompts "
+                "that find no part of it are read without it until one does. These prefill instances may hang: %s.",
                 STUCK_S,
-                ", ".join(sorted(holders)),
+                ", ".join(sorted(hanging)),
             )
         rest = slice(owner.num_started, None)
         pages = owner.places[rest], owner.addresses[rest], owner.sizes[rest]
@@ -319,9 +331,10 @@ class ImportBuffer:
             owner.num_rounds += 1
             self._rounds.append(_Round(owner, part, read))
 
-    def _part_changes(self) -> None:
-        """Record that a part is given, has been read, or is freed."""
-        self._last_change, self._is_stuck = self._clock(), False
+    def _part_changes(self, engine_id: str) -> None:
+        """Record that a part is given to an instance, has been read from it, or is freed."""
+        self._last_change = self._changes[engine_id] = self._clock()
+        self._named.discard(engine_id)
 
 
 def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
