@@ -518,6 +518,40 @@ def test_a_read_that_cannot_be_started_ends_its_prompt() -> None:
     host.assert_holds({page: page for page in range(20)})
 
 
+def test_a_request_that_is_given_up_reads_no_more() -> None:
+    """Its parts are free when its reads have ended, without a copy; the prompts behind it go on."""
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("ends", list(range(20)), list(range(20)))
+    host.add("waits and ends", list(range(20, 40)), list(range(20, 40)))
+    host.add("good", list(range(40, 52)), list(range(40, 52)))
+    reading = list(host.prefill.open)
+    for name in ("ends", "waits and ends", "is unknown"):
+        host.buffer.give_up(name)
+    assert host.buffer.num_waiting == 1
+    host.buffer.advance()
+    assert host.arrived == ["waits and ends"] and host.buffer.pending == {"ends", "good"}
+    for read in reading:
+        host.prefill.finish(read)
+    host.buffer.advance()
+    assert host.arrived == ["waits and ends", "ends"] and {read.request_id for read in host.prefill.open} == {"good"}
+    host.run()
+    assert host.arrived[2:] == ["good"]
+    host.assert_holds({row: row for row in range(40, 52)})
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_read_that_fails_after_its_request_was_given_up(has_ended: bool) -> None:
+    """NIXL may still write into the part, so the request keeps its blocks as long as the part."""
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("bad", list(range(5)), list(range(5)))
+    host.buffer.give_up("bad")
+    (read,) = host.prefill.open
+    host.prefill.fail(read, has_ended)
+    host.buffer.advance()
+    assert host.buffer.pending == (set() if has_ended else {"bad"}) and not host.arrived
+    host.run()
+
+
 def test_shutdown_ends_reads_and_copies() -> None:
     host = Host(num_parts=2, pages_per_part=5, slow=True)
     host.add("a", list(range(20)), list(range(20)))

@@ -99,10 +99,12 @@ class _Import:
         addresses: [pages] int64: addresses of the pages at their source.
         places: [pages] int64: first byte of each page in the host pool.
         sizes: [pages] int64: bytes of each page.
-        then: called when all pages are in the host pool; not if a read failed. None: nothing is left to do.
+        then: called when all pages are in the host pool, or the request has been given up and no read of it runs; not
+            if a read failed. None: nothing is left to do.
         num_started: pages whose read has been started.
         num_rounds: reads and copies that have not ended.
         has_failed: True if a read has failed; no more reads are started.
+        is_given_up: True if nobody needs the pages any more; no more reads and copies are started.
     """
 
     request_id: str
@@ -114,10 +116,11 @@ class _Import:
     num_started: int = 0
     num_rounds: int = 0
     has_failed: bool = False
+    is_given_up: bool = False
 
     @property
     def needs_part(self) -> bool:
-        return not self.has_failed and self.num_started < len(self.addresses)
+        return not (self.has_failed or self.is_given_up) and self.num_started < len(self.addresses)
 
 
 @dataclass
@@ -208,7 +211,8 @@ class ImportBuffer:
             addresses: [pages] int64: addresses of the pages there, each once.
             places: [pages] int64: first byte of each page in the host pool.
             sizes: [pages] int64: bytes of each page, at most those of a part.
-            then: called when all pages are in the host pool; not if a read fails. None: nothing is left to do.
+            then: called when all pages are in the host pool, or the request has been given up and no read of it runs;
+                not if a read fails. None: nothing is left to do.
         """
         order = np.lexsort((addresses, sizes))
         self._imports.append(_Import(request_id, source, addresses[order], places[order], sizes[order], then))
@@ -225,6 +229,11 @@ class ImportBuffer:
         for each in ended:
             if each.then is not None and not each.has_failed:
                 each.then()
+
+    def give_up(self, request_id: str) -> None:
+        """Start no more reads and copies of a request that has ended."""
+        for each in self._imports:
+            each.is_given_up |= each.request_id == request_id
 
     def abandon(self, engine_id: str) -> None:
         """Forget a prefill instance: start no more reads from it, as if a read of each of its prompts had failed."""
@@ -257,7 +266,7 @@ class ImportBuffer:
             each.read = None
             if part is not None:
                 self._part_changes(owner.source.engine_id)
-                if not owner.has_failed:
+                if not (owner.has_failed or owner.is_given_up):
                     each.writing = self._writer.write(part.pages, part.places)
         if each.writing is not None and not each.writing.is_done():
             return False

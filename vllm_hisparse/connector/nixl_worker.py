@@ -210,7 +210,12 @@ class NixlWorkerTransport:
         self.connector.start_load_kv(forward_context)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose pull finished or failed."""
+        """Return the requests whose pull finished or failed.
+
+        Args:
+            finished_req_ids: requests that have ended since the last call. Their pulls are given up.
+        """
+        self.connector.connector_worker.give_up(finished_req_ids)
         results = self.connector.get_transfer_results(finished_req_ids)
         # NOTE: the connector also names a failed request's blocks in the first group. They are dropped here, because
         # vLLM accepts block ids only from models with one group, and `failed_recving` is enough.

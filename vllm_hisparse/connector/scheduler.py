@@ -228,8 +228,10 @@ class HiSparseSchedulerConnector:
                     learner.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
             self.tracker.pull_ended(request_id)
+            if request_id not in failed and request_id not in self.tracker.requests:
+                self.counts.transfer_given_up(request_id)
             received = self.counts.transfer_ended(request_id, request_id in failed)
-            if received and request_id in self.tracker.requests:
+            if received:
                 if self.layout.receives_on_host:
                     self.tracker.receive(request_id)
                 if self.request_log:
