@@ -20,7 +20,6 @@ from vllm_hisparse.connector.import_buffer import (
     PART_BYTES,
     STUCK_S,
     ImportBuffer,
-    ImportCounts,
     Source,
     buffer_shape,
     check_buffer_size,
@@ -265,7 +264,7 @@ def test_every_page_lands_once(data: st.DataObject) -> None:
     host.run()
     host.assert_holds(expected, sizes)
     assert sorted(host.arrived) == [str(index) for index in range(num_prompts)]
-    assert host.buffer.take_counts().num_bytes + host.prefill.num_bytes_to_host == sum(sizes.values())
+    assert host.buffer.take_num_bytes() + host.prefill.num_bytes_to_host == sum(sizes.values())
 
 
 def test_a_prompt_larger_than_the_buffer_comes_in_several_rounds() -> None:
@@ -283,8 +282,8 @@ def test_prompts_wait_in_order() -> None:
     host = Host(num_parts=2, pages_per_part=5)
     for name, pages in (("a", range(15)), ("b", range(15, 20)), ("c", range(20, 25))):
         host.add(name, list(pages), list(pages))
-    assert host.buffer.take_counts() == ImportCounts(0, 2)
-    assert host.buffer.take_counts() is None, "nothing has changed"
+    assert (host.buffer.take_num_bytes(), host.buffer.take_num_waiting()) == (0, 2)
+    assert host.buffer.take_num_waiting() is None, "nothing has changed"
     first, second = host.prefill.open
     host.prefill.finish(second)
     host.buffer.advance()
@@ -292,7 +291,8 @@ def test_prompts_wait_in_order() -> None:
     host.prefill.finish(first)
     host.buffer.advance()
     assert host.prefill.open[-1].request_id == "b"
-    assert host.buffer.take_counts() == ImportCounts(10 * PAGE_BYTES, 1)
+    assert (host.buffer.take_num_bytes(), host.buffer.take_num_waiting()) == (10 * PAGE_BYTES, 1)
+    assert host.buffer.take_num_bytes() == 0
     host.run()
     assert host.arrived == ["a", "b", "c"]
 

@@ -39,14 +39,6 @@ class Source:
     rank: int
 
 
-@dataclass(frozen=True)
-class ImportCounts:
-    """Bytes that have passed through the buffer, and the number of prompts that need a part of it and have none."""
-
-    num_bytes: int
-    num_waiting: int
-
-
 class Reads(Protocol):
     """Reads from prefill instances. The reader records failures; the buffer only starts no more reads of the prompt."""
 
@@ -241,12 +233,15 @@ class ImportBuffer:
         for each in self._imports:
             each.has_failed |= each.source.engine_id == engine_id
 
-    def take_counts(self) -> ImportCounts | None:
-        """Return what has happened since the last call; None if nothing has changed."""
-        counts = ImportCounts(self._num_bytes, self.num_waiting)
-        has_changed = counts != ImportCounts(0, self._last_num_waiting)
-        self._num_bytes, self._last_num_waiting = 0, counts.num_waiting
-        return counts if has_changed else None
+    def take_num_bytes(self) -> int:
+        """Return the bytes that have passed through the buffer since the last call."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
+
+    def take_num_waiting(self) -> int | None:
+        """Return `num_waiting`; None if it is the same as at the last call."""
+        last, self._last_num_waiting = self._last_num_waiting, self.num_waiting
+        return None if self._last_num_waiting == last else self._last_num_waiting
 
     def close(self) -> None:
         """End all reads and copies."""
