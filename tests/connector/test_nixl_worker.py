@@ -402,7 +402,8 @@ def test_what_heartbeats_raise_ends_no_engine(decode: Decode, monkeypatch: pytes
 def agent_metadata(**changes: Any) -> SimpleNamespace:
     """A description that a rank of a prefill instance gives of itself in a handshake."""
     same = {"engine_id": "prefill", "block_size": BLOCK_SIZE, "physical_blocks_per_logical_kv_block": 1}
-    return SimpleNamespace(**{**same, "kv_cache_layout": "LBHNC", **changes})
+    memory = {"agent_metadata": b"", "kv_caches_base_addr": []}
+    return SimpleNamespace(**{**same, **memory, "kv_cache_layout": "LBHNC", **changes})
 
 
 @pytest.mark.parametrize(

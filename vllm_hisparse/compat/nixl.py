@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_hisparse.connector.import_buffer import ImportBuffer, Source, pieces
+from vllm_hisparse.vllm_patches.claimed_registrations import CheckedRegistrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence, Set
@@ -121,7 +122,7 @@ class _RemoteMemory:
     place: _Place
 
 
-class PullHooks:
+class PullHooks(CheckedRegistrations):
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
     After `read_through`, what lands in the host pool comes through the import buffer. The other KV is read in pieces
@@ -137,6 +138,7 @@ class PullHooks:
         self._install_hooks()
 
     def _install_hooks(self) -> None:
+        self._install_checks()
         self._remote_memory: dict[Source, _RemoteMemory] = {}
         self._given_up: set[str] = set()  # requests that have ended while they are pulled
         self._unreached: set[str] = set()  # agents to which the latest message could not be sent
@@ -175,6 +177,8 @@ class PullHooks:
         """Pull a request's blocks, or begin a handshake. NOTE: vLLM calls this again when the handshake has ended."""
         engine_id = meta.remote.engine_id
         try:
+            if self.claim_waits(req_id, meta):
+                return
             with self._handshake_lock:  # NOTE: vLLM's thread enters an instance first, and its clock offset afterwards
                 is_connected = engine_id in self._remote_agents
             is_posted = meta.awaiting_kvs and is_connected  # False: connects, or frees
@@ -232,7 +236,7 @@ class PullHooks:
             return name
         engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
         # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
-        if self.kv_caches_base_addr[engine_id].get(remote_tp_rank) is addresses:
+        if self.kv_caches_base_addr.get(engine_id, {}).get(remote_tp_rank) is addresses:
             kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
             memory = _RemoteMemory(strides, _Place(kind, nixl_agent_meta.device_id))
             self._remote_memory[Source(engine_id, remote_tp_rank)] = memory
