@@ -20,7 +20,6 @@ from vllm_hisparse.connector.import_buffer import (
     PART_BYTES,
     STUCK_S,
     ImportBuffer,
-    ImportCounts,
     Source,
     buffer_shape,
     check_buffer_size,
@@ -265,7 +264,7 @@ def test_every_page_lands_once(data: st.DataObject) -> None:
     host.run()
     host.assert_holds(expected, sizes)
     assert sorted(host.arrived) == [str(index) for index in range(num_prompts)]
-    assert host.buffer.take_counts().num_bytes + host.prefill.num_bytes_to_host == sum(sizes.values())
+    assert host.buffer.take_num_bytes() + host.prefill.num_bytes_to_host == sum(sizes.values())
 
 
 def test_a_prompt_larger_than_the_buffer_comes_in_several_rounds() -> None:
@@ -283,8 +282,8 @@ def test_prompts_wait_in_order() -> None:
     host = Host(num_parts=2, pages_per_part=5)
     for name, pages in (("a", range(15)), ("b", range(15, 20)), ("c", range(20, 25))):
         host.add(name, list(pages), list(pages))
-    assert host.buffer.take_counts() == ImportCounts(0, 2)
-    assert host.buffer.take_counts() is None, "nothing has changed"
+    assert (host.buffer.take_num_bytes(), host.buffer.take_num_waiting()) == (0, 2)
+    assert host.buffer.take_num_waiting() is None, "nothing has changed"
     first, second = host.prefill.open
     host.prefill.finish(second)
     host.buffer.advance()
@@ -292,7 +291,8 @@ def test_prompts_wait_in_order() -> None:
     host.prefill.finish(first)
     host.buffer.advance()
     assert host.prefill.open[-1].request_id == "b"
-    assert host.buffer.take_counts() == ImportCounts(10 * PAGE_BYTES, 1)
+    assert (host.buffer.take_num_bytes(), host.buffer.take_num_waiting()) == (10 * PAGE_BYTES, 1)
+    assert host.buffer.take_num_bytes() == 0
     host.run()
     assert host.arrived == ["a", "b", "c"]
 
@@ -403,6 +403,42 @@ def test_instances_that_hang_in_all_parts_stop_no_others() -> None:
     host.assert_holds(pages | {99: 59} | {80 + page: 40 + page for page in range(10)})
 
 
+@pytest.mark.parametrize("knows_others", [False, True])
+def test_reads_that_nixl_does_not_release_stop_no_prompts_of_their_instance(knows_others: bool) -> None:
+    """Their parts are lost, and the parts that are free are for other instances, which go on."""
+    host, third = Host(num_parts=6, pages_per_part=5), Source("third", 0)
+    if knows_others:
+        host.add("first", [50], [90], OTHER)
+        host.run()
+    num_stuck = 3 if knows_others else 5
+    for index in range(num_stuck):
+        host.add(f"bad {index}", [index], [index])
+    stuck = list(host.prefill.open)
+    assert len(stuck) == num_stuck
+    for read in stuck:
+        host.prefill.fail(read, has_ended=False)
+    host.buffer.advance()
+    host.add("good", list(range(20, 38)), list(range(60, 78)))
+    host.now += STUCK_S - 1
+    finish_others(host, stuck)
+    assert host.prefill.open == stuck and host.buffer.num_waiting == 1
+    if knows_others:
+        host.add("of another", [40], [40], OTHER)
+        finish_others(host, stuck)
+        assert host.arrived == ["first", "of another"]
+    host.now += 2
+    with unittest.TestCase().assertLogs("vllm.vllm_hisparse.connector.import_buffer", logging.WARNING) as logs:
+        finish_others(host, stuck)
+        host.add("at once", [59], [99])
+        finish_others(host, stuck)
+    assert len(logs.records) == 1 and logs.records[0].getMessage().endswith("may hang: prefill.")
+    assert host.arrived[-2:] == ["good", "at once"] and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.add("through the buffer", [58], [98], third)
+    finish_others(host, stuck)
+    assert host.arrived[-1] == "through the buffer" and host.prefill.num_bytes_to_host == 19 * PAGE_BYTES
+    host.run()
+
+
 def test_prompts_wait_as_long_as_parts_are_read() -> None:
     """Here they are copied slowly, too."""
     host = Host(num_parts=2, pages_per_part=5, slow=True)
@@ -480,6 +516,40 @@ def test_a_read_that_cannot_be_started_ends_its_prompt() -> None:
     host.add("good", list(range(20)), list(range(20)))
     host.run()
     host.assert_holds({page: page for page in range(20)})
+
+
+def test_a_request_that_is_given_up_reads_no_more() -> None:
+    """Its parts are free when its reads have ended, without a copy; the prompts behind it go on."""
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("ends", list(range(20)), list(range(20)))
+    host.add("waits and ends", list(range(20, 40)), list(range(20, 40)))
+    host.add("good", list(range(40, 52)), list(range(40, 52)))
+    reading = list(host.prefill.open)
+    for name in ("ends", "waits and ends", "is unknown"):
+        host.buffer.give_up(name)
+    assert host.buffer.num_waiting == 1
+    host.buffer.advance()
+    assert host.arrived == ["waits and ends"] and host.buffer.pending == {"ends", "good"}
+    for read in reading:
+        host.prefill.finish(read)
+    host.buffer.advance()
+    assert host.arrived == ["waits and ends", "ends"] and {read.request_id for read in host.prefill.open} == {"good"}
+    host.run()
+    assert host.arrived[2:] == ["good"]
+    host.assert_holds({row: row for row in range(40, 52)})
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_read_that_fails_after_its_request_was_given_up(has_ended: bool) -> None:
+    """NIXL may still write into the part, so the request keeps its blocks as long as the part."""
+    host = Host(num_parts=2, pages_per_part=5)
+    host.add("bad", list(range(5)), list(range(5)))
+    host.buffer.give_up("bad")
+    (read,) = host.prefill.open
+    host.prefill.fail(read, has_ended)
+    host.buffer.advance()
+    assert host.buffer.pending == (set() if has_ended else {"bad"}) and not host.arrived
+    host.run()
 
 
 def test_shutdown_ends_reads_and_copies() -> None:

@@ -18,10 +18,12 @@ import torch
 from campaign.configuration import BLOCK_SIZE
 from test_import_buffer import bytes_at
 from test_nixl_worker import REMOTE, REQUEST, Nixl, Rank, agent_metadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from vllm_hisparse.connector.import_buffer import STUCK_S, ImportBuffer
+from vllm_hisparse.connector.nixl_worker import NixlWorkerTransport
 from vllm_hisparse.kv_manager.rows.page_writer import PageWriter
 
 PAGE_BYTES, KEY_BYTES, NUM_REMOTE_BLOCKS, NUM_HOST_BLOCKS = 24, 10, 30, 20
@@ -235,6 +237,16 @@ class Side(Rank):
         """Reads of device-resident KV into device blocks."""
         first = self.cache.data_ptr()
         return [each for each in self.nixl_wrapper.started if first <= each.local[0, 0] < first + self.cache.nbytes]
+
+    def results(self, *ended: str) -> KVConnectorTransferResults:
+        """Ask for results in a step before which requests have ended."""
+        transport = NixlWorkerTransport.__new__(NixlWorkerTransport)
+        transport.connector = SimpleNamespace(
+            connector_worker=self,
+            get_transfer_results=lambda _: self.get_transfer_results(),
+            get_block_ids_with_load_errors=set,
+        )
+        return transport.transfer_results(set(ended))
 
     def finish_all(self) -> set[str]:
         """Let everything arrive; returns the requests that have ended well."""
@@ -475,6 +487,65 @@ def test_a_read_that_fails_fails_its_request(monkeypatch: pytest.MonkeyPatch, ke
     assert ended == {REQUEST, other} and failed == {REQUEST}
     assert nixl.messages == [NOTICE], "only the other one's blocks are freed there"
     assert not side._recving_metadata and not side._recving_transfers
+
+
+LIVE = "cmpl-e-0-22222222"
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_request_that_ends_leaves_the_buffer_to_live_ones(monkeypatch: pytest.MonkeyPatch, in_pieces: bool) -> None:
+    """The reads that run end, and then the prefill instance is told to free the blocks; no others are started."""
+    side = Side(3, num_resident=4) if in_pieces else Side()
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    side.pull([25, 26], [10, 11], [16, 17], LIVE)
+    nixl = side.nixl_wrapper
+    running = nixl.open[: 2 + in_pieces]
+    assert not side.results(REQUEST).finished_recving and not nixl.messages, "NIXL may still write"
+    for handle in running:
+        nixl.finish(handle)
+    assert side.results().finished_recving == {REQUEST} and nixl.messages == [NOTICE]
+    assert len(nixl.started) == len(running) + 1 + in_pieces, "the next read is the live one's"
+    assert side.finish_all() == {LIVE} and nixl.messages == [NOTICE] * 2
+    assert (side.pages[[each + layer * NUM_HOST_BLOCKS for each in HOST_IDS for layer in range(2)]] == 255).all()
+    for layer in range(2):
+        for row, block in zip([10, 11], [25, 26], strict=True):
+            assert torch.equal(side.pages[layer * NUM_HOST_BLOCKS + row], side.page(layer, block))
+
+
+def test_a_request_that_ends_while_it_waits_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that do not pull end, too."""
+    side = Side()
+    side.read_through_buffer(monkeypatch)
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS, LIVE)
+    side.pull([25, 26], [10, 11], [16, 17])
+    nixl = side.nixl_wrapper
+    running = nixl.open
+    assert side.results(REQUEST, "unknown").finished_recving == {REQUEST}
+    assert nixl.messages == [NOTICE] and nixl.open == running
+    assert side.finish_all() == {LIVE}
+    side.assert_holds(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    side.results()
+    side.pull([25, 26], [10, 11], [16, 17])
+    assert side.finish_all() == {REQUEST}, "its id is not remembered"
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_a_request_that_ends_before_its_pull_reads_nothing(monkeypatch: pytest.MonkeyPatch, has_buffer: bool) -> None:
+    """Its prefill instance was being connected to."""
+    side = Side()
+    if has_buffer:
+        side.read_through_buffer(monkeypatch)
+    agents, side._remote_agents = side._remote_agents, {}
+    monkeypatch.setattr(side, "_background_nixl_handshake", lambda *request: waiting.append(request))
+    waiting: list[tuple] = []
+    side.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS)
+    assert not side.results(REQUEST).finished_recving
+    side._remote_agents = agents
+    ((name, _, meta),) = waiting
+    side._read_blocks_for_req(name, meta)
+    assert not side.nixl_wrapper.started and side.nixl_wrapper.messages == [NOTICE]
+    assert side.results().finished_recving == {REQUEST} and not side.failures
 
 
 def test_a_read_that_cannot_be_started_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

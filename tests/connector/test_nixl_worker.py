@@ -114,6 +114,7 @@ class Decode:
         for _ in range(len(self.rank.nixl_wrapper.messages)):
             if self.rank.nixl_wrapper.messages.pop().startswith(b"HB:"):
                 self.prefill.heartbeat()
+        self.rank.give_up(output.finished_req_ids)
         results = self.rank.get_transfer_results()
         seconds = self.rank.take_pull_seconds()
         self.seconds |= seconds
@@ -306,6 +307,26 @@ def test_lease_ends_while_a_pull_is_in_flight(decode: Decode, is_broken: bool) -
         assert decode.step() == {REQUEST: 1} and not decode.warnings
 
 
+@pytest.mark.parametrize("state", ["DONE", "PROC"])
+def test_a_request_that_ends_during_its_pull_is_given_up(decode: Decode, state: str) -> None:
+    """Its blocks come back, nothing of its prompt is found by others, and no bytes are counted."""
+    decode.rank.nixl_wrapper.state = "PROC"
+    request = decode.engine.add(transfer())
+    decode.step()
+    assert decode.posted == [REQUEST]
+    decode.rank.nixl_wrapper.state = state
+    decode.engine.abort(request)
+    decode.step()
+    assert (decode.engine.half.host_pool.num_used == 0) == (state == "DONE"), "NIXL may still write"
+    decode.rank.nixl_wrapper.state = "DONE"
+    decode.step()
+    assert decode.engine.half.host_pool.num_used == 0 and not decode.rank._recving_metadata
+    decode.engine.scheduler.add_request(make_request("other", PROMPT, max_tokens=2))
+    assert decode.step() == {"other": len(PROMPT)}
+    names = ("host_prefix_tokens", "transfers", "transfer_bytes_to_host", "transfer_failures")
+    assert not any(decode.counters[name] for name in names)
+
+
 def test_lease_that_ended_leaves_nothing_in_the_prefix_cache(decode: Decode) -> None:
     """Neither if the request ends before its prompt has been computed."""
     late = transfer(remote_blocks_expiry_time=decode.clock.now, kv_lease_duration=30)
@@ -381,7 +402,8 @@ def test_what_heartbeats_raise_ends_no_engine(decode: Decode, monkeypatch: pytes
 def agent_metadata(**changes: Any) -> SimpleNamespace:
     """A description that a rank of a prefill instance gives of itself in a handshake."""
     same = {"engine_id": "prefill", "block_size": BLOCK_SIZE, "physical_blocks_per_logical_kv_block": 1}
-    return SimpleNamespace(**{**same, "kv_cache_layout": "LBHNC", **changes})
+    memory = {"agent_metadata": b"", "kv_caches_base_addr": []}
+    return SimpleNamespace(**{**same, **memory, "kv_cache_layout": "LBHNC", **changes})
 
 
 @pytest.mark.parametrize(

@@ -807,6 +807,20 @@ def test_a_transfer_takes_as_long_as_on_its_slowest_rank(fate: str) -> None:
     assert engine.half.take_stats().data["histograms"] == expected
 
 
+def test_the_gauge_of_the_import_buffer_is_that_of_the_rank_on_which_most_wait() -> None:
+    """A rank on which the number has not changed reports nothing."""
+    engine = ScriptedEngine(role="kv_consumer")
+    assert "transfers_waiting_for_buffer" not in engine.half.take_stats().data["gauges"]
+    found = []
+    for reports in ({0: 7, 1: 0, 2: 3, 3: 1}, {0: 2}, {}, {2: 0}, {0: 0, 3: 0}):
+        metadata = HiSparseWorkerMetadata()
+        for rank, number in reports.items():
+            metadata = metadata.aggregate(HiSparseWorkerMetadata(waiting={rank: number}))
+        engine.half.update_connector_output(output(kv_connector_worker_meta=metadata))
+        found.append(engine.half.take_stats().data["gauges"]["transfers_waiting_for_buffer"])
+    assert found == [7, 3, 3, 2, 0]
+
+
 def test_kv_whose_lease_ended_is_computed_and_counts_no_bytes() -> None:
     """Two ranks say so, before the last one has ended its pull."""
     engine = ScriptedEngine(role="kv_consumer")

@@ -307,14 +307,16 @@ def test_one_rank_reports_requests(rank: int) -> None:
 def test_every_rank_reports_its_pulls(rank: int) -> None:
     """A transfer takes as long as on the slowest rank; its KV is used only if no rank says that a lease was over."""
     nothing = {"register": lambda *_: None}
-    pulls = {"take_expired": lambda: {"late"}, "take_pull_seconds": lambda: {"a": 1.5}}
+    pulls = {"take_expired": lambda: {"late"}, "take_pull_seconds": lambda: {"a": 1.5}, "take_num_waiting": lambda: 0}
     worker = make_worker(rank=rank, transport=SimpleNamespace(**nothing, **pulls))
     worker.register_kv_caches(device_caches())
     metadata = worker.take_worker_metadata()
-    assert (metadata.expired, metadata.pull_seconds) == ({"late"}, {"a": 1.5})
+    assert (metadata.expired, metadata.pull_seconds, metadata.waiting) == ({"late"}, {"a": 1.5}, {rank: 0})
     worker.transport.take_expired = set
     assert worker.take_worker_metadata().pull_seconds == {"a": 1.5}
     worker.transport.take_pull_seconds = dict
+    assert worker.take_worker_metadata().waiting == {rank: 0}
+    worker.transport.take_num_waiting = lambda: None
     assert worker.take_worker_metadata() is None
 
 

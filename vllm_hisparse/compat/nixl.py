@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_hisparse.connector.import_buffer import ImportBuffer, Source, pieces
+from vllm_hisparse.vllm_patches.claimed_registrations import CheckedRegistrations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Set
 
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
@@ -121,7 +122,7 @@ class _RemoteMemory:
     place: _Place
 
 
-class PullHooks:
+class PullHooks(CheckedRegistrations):
     """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
 
     After `read_through`, what lands in the host pool comes through the import buffer. The other KV is read in pieces
@@ -137,7 +138,9 @@ class PullHooks:
         self._install_hooks()
 
     def _install_hooks(self) -> None:
+        self.install_checks()
         self._remote_memory: dict[Source, _RemoteMemory] = {}
+        self._given_up: set[str] = set()  # requests that have ended while they are pulled
         self._unreached: set[str] = set()  # agents to which the latest message could not be sent
         send = self.nixl_wrapper.send_notif
 
@@ -174,12 +177,14 @@ class PullHooks:
         """Pull a request's blocks, or begin a handshake. NOTE: vLLM calls this again when the handshake has ended."""
         engine_id = meta.remote.engine_id
         try:
+            if self.claim_waits(req_id, meta):
+                return
             with self._handshake_lock:  # NOTE: vLLM's thread enters an instance first, and its clock offset afterwards
                 is_connected = engine_id in self._remote_agents
             is_posted = meta.awaiting_kvs and is_connected  # False: connects, or frees
             if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
                 self._recving_transfers.setdefault(req_id, [])  # an empty list counts as done
-            elif is_posted and not self.needs_blocks():
+            elif is_posted and (not self.needs_blocks() or req_id in self._given_up):
                 nothing = replace(meta, local_block_ids=(), local_physical_block_ids=())
                 super()._read_blocks_for_req(req_id, nothing)
             else:
@@ -187,6 +192,17 @@ class PullHooks:
         except Exception as error:  # NOTE: vLLM computes with what the peer says, outside any `try`
             self._log_failure(failure_type="pull_failed", req_id=req_id, error=error, meta=meta)
             self._handle_failed_transfer(req_id, None, self._recv_failures)
+
+    def give_up(self, request_ids: Set[str]) -> None:
+        """Start no more reads for requests that have ended, such as aborted ones. The prefill instance is told to free
+        their blocks when the reads that run have ended.
+
+        NOTE: the host and device blocks of such a request come back when vLLM reports its pull as finished.
+        """
+        self._given_up = (self._given_up | request_ids) & self._recving_metadata.keys()
+        if self._imports is not None:
+            for request_id in self._given_up & request_ids:
+                self._imports.give_up(request_id)
 
     @property
     def reads_for_host(self) -> bool:
@@ -220,7 +236,7 @@ class PullHooks:
             return name
         engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
         # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
-        if self.kv_caches_base_addr[engine_id].get(remote_tp_rank) is addresses:
+        if self.kv_caches_base_addr.get(engine_id, {}).get(remote_tp_rank) is addresses:
             kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
             memory = _RemoteMemory(strides, _Place(kind, nixl_agent_meta.device_id))
             self._remote_memory[Source(engine_id, remote_tp_rank)] = memory
@@ -267,14 +283,13 @@ class PullHooks:
         on_host = [region for region, address in enumerate(addresses) if address in self._host_pool]
         others = [region for region in range(len(addresses)) if region not in on_host]
         rest, main = (self._pages(source, regions, *block_ids) for regions in (others, on_host))
+        notice = f"{kwargs['remote_request_id']}:{kwargs['expected_consumers']}".encode()  # vLLM's message
+        agent = self._remote_agents[dst_engine_id][0, source.rank]
         joined, read_rest = pieces(*rest), None
         if len(joined[0]) < len(rest[0]) or not len(rest[0]):
             if len(rest[0]) and not self._read_pieces(request_id, source, *joined, self._place_of(others)):
                 return False
-            # NOTE: vLLM sends these messages when all transfers of the request have ended well.
-            notice = f"{kwargs['remote_request_id']}:{kwargs['expected_consumers']}".encode()  # vLLM's message
-            agent = self._remote_agents[dst_engine_id][0, source.rank]
-            self._pending_recv_notifs.setdefault(request_id, []).append((agent, notice))
+            self._send_later(request_id, agent, notice)
         else:  # vLLM has prepared reads of single pages; the end of such a read sends the message, so it comes last
             ids = [[ids if region in others else [] for region, ids in enumerate(side)] for side in block_ids]
             spec = replace(read_spec, local_block_ids=ids[0], remote_block_ids=ids[1], block_ids_by_region=True)
@@ -282,17 +297,25 @@ class PullHooks:
         local, remote, sizes = main
         if self._imports is None or not len(sizes):
             return read_rest() if read_rest else True
-        then = partial(self._read_later, read_rest, request_id) if read_rest else None
+        then = partial(self._read_later, read_rest, request_id, agent, notice) if read_rest else None
         self._imports.add(request_id, source, remote, local - self._host_pool.start, sizes, then)
         return True
 
-    def _read_later(self, read: Callable[[], bool], request_id: str) -> None:
-        """Read what does not come through the buffer.
+    def _send_later(self, request_id: str, agent: str, notice: bytes) -> None:
+        """Let vLLM send a message when all transfers of a request have ended well."""
+        self._pending_recv_notifs.setdefault(request_id, []).append((agent, notice))
+
+    def _read_later(self, read: Callable[[], bool], request_id: str, agent: str, notice: bytes) -> None:
+        """Read what does not come through the buffer, unless the request has been given up.
 
         Args:
-            read: reads it.
+            read: reads it. The end of this read tells the prefill instance to free the blocks.
             request_id: the request.
+            agent, notice: receiver and text of the message that tells it so without the read.
         """
+        if request_id in self._given_up:
+            self._send_later(request_id, agent, notice)
+            return
         try:
             read()
         except Exception as error:

@@ -68,11 +68,16 @@ class CopyCounts:
         del self.transfers[request_id]
         self.add(transfers_expired=1)
 
+    def transfer_given_up(self, request_id: str) -> None:
+        """Forget a transfer whose request has ended before it, so that perhaps not all of it was received."""
+        self.transfers.pop(request_id, None)
+
     def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:
         """Count a transfer.
 
         Returns:
-            Bytes received by the host and by the devices; None if the transfer failed or expired, or there was none.
+            Bytes received by the host and by the devices; None if the transfer failed, expired or was given up, or
+            there was none.
         """
         transfer = self.transfers.pop(request_id, None)
         if transfer is None:

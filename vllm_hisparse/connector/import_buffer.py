@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
 PART_BYTES = 64 << 20
-STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that have none do without
+STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that find none do without
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -37,14 +37,6 @@ class Source:
 
     engine_id: str
     rank: int
-
-
-@dataclass(frozen=True)
-class ImportCounts:
-    """Bytes that have passed through the buffer, and the number of prompts that need a part of it and have none."""
-
-    num_bytes: int
-    num_waiting: int
 
 
 class Reads(Protocol):
@@ -99,10 +91,12 @@ class _Import:
         addresses: [pages] int64: addresses of the pages at their source.
         places: [pages] int64: first byte of each page in the host pool.
         sizes: [pages] int64: bytes of each page.
-        then: called when all pages are in the host pool; not if a read failed. None: nothing is left to do.
+        then: called when all pages are in the host pool, or the request has been given up and no read of it runs; not
+            if a read failed. None: nothing is left to do.
         num_started: pages whose read has been started.
         num_rounds: reads and copies that have not ended.
         has_failed: True if a read has failed; no more reads are started.
+        is_given_up: True if nobody needs the pages any more; no more reads and copies are started.
     """
 
     request_id: str
@@ -114,10 +108,11 @@ class _Import:
     num_started: int = 0
     num_rounds: int = 0
     has_failed: bool = False
+    is_given_up: bool = False
 
     @property
     def needs_part(self) -> bool:
-        return not self.has_failed and self.num_started < len(self.addresses)
+        return not (self.has_failed or self.is_given_up) and self.num_started < len(self.addresses)
 
 
 @dataclass
@@ -157,8 +152,9 @@ class ImportBuffer:
     do not end. While several instances are known, an instance therefore gets another part only if more parts are free
     than it has; a single one leaves one part free if there are three or more.
 
-    Instances that hang may nevertheless hold all parts together. If all parts are in use, and none has been read for
-    `STUCK_S` seconds, prompts that have none are therefore read straight into the host pool.
+    Instances that hang may nevertheless hold all parts together, and an instance that works may hold parts for ever,
+    because NIXL does not release reads that have failed. Prompts that find no part are therefore read straight into the
+    host pool if none has changed for `STUCK_S` seconds: none at all, or none of their instance if it holds some.
 
     Args:
         memory: [parts, bytes of a part] uint8: the buffer, contiguous.
@@ -176,7 +172,9 @@ class ImportBuffer:
         self._rounds: list[_Round] = []
         self._engine_ids: set[str] = set()  # of instances from which prompts have come, and that are not abandoned
         self._num_bytes = self._last_num_waiting = 0
-        self._last_change, self._is_stuck = 0.0, False  # time at which a part was given, read or freed
+        self._last_change = 0.0  # time at which a part was given, read or freed
+        self._changes: dict[str, float] = {}  # engine id -> the same of its parts; of instances that hold some
+        self._named: set[str] = set()  # instances that a warning has named since a part of theirs changed
 
     @property
     def pending(self) -> set[str]:
@@ -205,7 +203,8 @@ class ImportBuffer:
             addresses: [pages] int64: addresses of the pages there, each once.
             places: [pages] int64: first byte of each page in the host pool.
             sizes: [pages] int64: bytes of each page, at most those of a part.
-            then: called when all pages are in the host pool; not if a read fails. None: nothing is left to do.
+            then: called when all pages are in the host pool, or the request has been given up and no read of it runs;
+                not if a read fails. None: nothing is left to do.
         """
         order = np.lexsort((addresses, sizes))
         self._imports.append(_Import(request_id, source, addresses[order], places[order], sizes[order], then))
@@ -215,6 +214,7 @@ class ImportBuffer:
     def advance(self) -> None:
         """Copy parts that have been read, and read more pages into parts that have been copied. Waits for nothing."""
         self._rounds = [each for each in self._rounds if not self._has_ended(each)]
+        self._changes = {engine_id: self._changes[engine_id] for engine_id in self._holders()}
         self._start_reads()
         ended = [each for each in self._imports if not each.needs_part and not each.num_rounds]
         self._imports = [each for each in self._imports if each.needs_part or each.num_rounds]
@@ -222,18 +222,26 @@ class ImportBuffer:
             if each.then is not None and not each.has_failed:
                 each.then()
 
+    def give_up(self, request_id: str) -> None:
+        """Start no more reads and copies of a request that has ended."""
+        for each in self._imports:
+            each.is_given_up |= each.request_id == request_id
+
     def abandon(self, engine_id: str) -> None:
         """Forget a prefill instance: start no more reads from it, as if a read of each of its prompts had failed."""
         self._engine_ids.discard(engine_id)
         for each in self._imports:
             each.has_failed |= each.source.engine_id == engine_id
 
-    def take_counts(self) -> ImportCounts | None:
-        """Return what has happened since the last call; None if nothing has changed."""
-        counts = ImportCounts(self._num_bytes, self.num_waiting)
-        has_changed = counts != ImportCounts(0, self._last_num_waiting)
-        self._num_bytes, self._last_num_waiting = 0, counts.num_waiting
-        return counts if has_changed else None
+    def take_num_bytes(self) -> int:
+        """Return the bytes that have passed through the buffer since the last call."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        return num_bytes
+
+    def take_num_waiting(self) -> int | None:
+        """Return `num_waiting`; None if it is the same as at the last call."""
+        last, self._last_num_waiting = self._last_num_waiting, self.num_waiting
+        return None if self._last_num_waiting == last else self._last_num_waiting
 
     def close(self) -> None:
         """End all reads and copies."""
@@ -252,8 +260,8 @@ class ImportBuffer:
                 return False
             each.read = None
             if part is not None:
-                self._part_changes()
-                if not owner.has_failed:
+                self._part_changes(owner.source.engine_id)
+                if not (owner.has_failed or owner.is_given_up):
                     each.writing = self._writer.write(part.pages, part.places)
         if each.writing is not None and not each.writing.is_done():
             return False
@@ -261,25 +269,33 @@ class ImportBuffer:
         if part is not None:
             self._num_bytes += part.pages.nbytes if each.writing is not None else 0
             self._free.append(part.number)
-            self._part_changes()
+            self._part_changes(owner.source.engine_id)
         return True
 
     def _start_reads(self) -> None:
         for each in self._imports:
             while each.needs_part and self._may_take_part(each.source.engine_id):
                 self._start_read(each)
-        if self._free or self._clock() - self._last_change < STUCK_S:
-            return
         for each in self._imports:
-            if each.needs_part and not each.num_rounds:
+            if each.needs_part and not each.num_rounds and self._is_stuck(each.source.engine_id):
                 self._start_read_to_host(each)
 
+    def _holders(self) -> list[str]:
+        """Engine ids of the instances that hold parts, once for each part."""
+        return [each.owner.source.engine_id for each in self._rounds if each.part is not None]
+
     def _may_take_part(self, engine_id: str) -> bool:
-        holders = [each.owner.source.engine_id for each in self._rounds if each.part is not None]
-        num_held = holders.count(engine_id)
+        num_held = self._holders().count(engine_id)
         if len(self._engine_ids) > 1:
             return len(self._free) > num_held
         return len(self._free) > (1 if num_held and len(self.memory) > MIN_IMPORT_PARTS else 0)
+
+    def _is_stuck(self, engine_id: str) -> bool:
+        """Return True if prompts of an instance that find no part are to be read without one.
+
+        NOTE: an instance that holds parts may find none although some are free, so changes of others do not count.
+        """
+        return self._clock() - self._changes.get(engine_id, self._last_change) >= STUCK_S
 
     def _start_read(self, owner: _Import) -> None:
         first, page_bytes = owner.num_started, int(owner.sizes[owner.num_started])
@@ -289,21 +305,21 @@ class ImportBuffer:
         memory = self.memory[number, : len(sizes) * page_bytes].view(-1, page_bytes)
         local, remote = pieces(memory.data_ptr() + np.arange(len(sizes)) * page_bytes, addresses, sizes)
         read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
-        self._part_changes()
+        self._part_changes(owner.source.engine_id)
         self._read_is_started(owner, pages.stop, _Part(number, memory, owner.places[pages]), read, is_started)
         if read is None:
             self._free.append(number)
 
     def _start_read_to_host(self, owner: _Import) -> None:
         """Read the rest of a prompt straight into the host pool."""
-        if not self._is_stuck:
-            self._is_stuck = True
-            holders = {each.owner.source.engine_id for each in self._rounds if each.part is not None}
+        hanging = {engine_id for engine_id in self._holders() if self._is_stuck(engine_id)}
+        if hanging - self._named:
+            self._named |= hanging
             logger.warning(
-                "HiSparse: no read into the import buffer has ended for %.0f s; other prompts are read without it "
-                "until one does. These prefill instances may hang: %s.",
+                "HiSparse: no read from some prefill instances into the import buffer has ended for %.0f s; prompts "
+                "that find no part of it are read without it until one does. These prefill instances may hang: %s.",
                 STUCK_S,
-                ", ".join(sorted(holders)),
+                ", ".join(sorted(hanging)),
             )
         rest = slice(owner.num_started, None)
         pages = owner.places[rest], owner.addresses[rest], owner.sizes[rest]
@@ -319,9 +335,10 @@ class ImportBuffer:
             owner.num_rounds += 1
             self._rounds.append(_Round(owner, part, read))
 
-    def _part_changes(self) -> None:
-        """Record that a part is given, has been read, or is freed."""
-        self._last_change, self._is_stuck = self._clock(), False
+    def _part_changes(self, engine_id: str) -> None:
+        """Record that a part is given to an instance, has been read from it, or is freed."""
+        self._last_change = self._changes[engine_id] = self._clock()
+        self._named.discard(engine_id)
 
 
 def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,12 +23,14 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
         pull_seconds: request id -> seconds from the start to the end of a pull that neither failed nor expired, on the
             slowest of the ranks that have ended it.
         usage: use of the hot buffers since the last report; from rank 0 alone, and None in most steps.
+        waiting: rank -> pulls that wait for its import buffer; only ranks on which their number has changed.
     """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)
     expired: set[str] = field(default_factory=set)
     pull_seconds: dict[str, float] = field(default_factory=dict)
     usage: Usage | None = None
+    waiting: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> HiSparseWorkerMetadata:
         assert isinstance(other, HiSparseWorkerMetadata)
@@ -36,7 +38,8 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
         seconds = dict(self.pull_seconds)
         for request_id, value in other.pull_seconds.items():
             seconds[request_id] = max(value, seconds.get(request_id, 0.0))
-        return HiSparseWorkerMetadata(self.requests + other.requests, self.expired | other.expired, seconds, usage)
+        requests, expired = self.requests + other.requests, self.expired | other.expired
+        return HiSparseWorkerMetadata(requests, expired, seconds, usage, self.waiting | other.waiting)
 
 
 @dataclass

@@ -44,7 +44,7 @@ GAUGES = {
     "host_blocks_free": "Number of empty host blocks.",
     "host_blocks_cached": "Number of host blocks kept for later requests; evicted when blocks are needed.",
     "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
-    "transfers_waiting_for_buffer": "Number of KV transfers waiting for a part of the import buffer.",
+    "transfers_waiting_for_buffer": "Number of KV transfers waiting for the import buffer, on the rank with most.",
     "hot_rows_lent": "Number of hot rows per layer that requests have beyond device_buffer_size.",
     "admission_limit": "Number of requests that may run at once because more would decode slower; 0 if none decides.",
     "admission_missing_predictions": "Number of predictions before a limit decides; until then, hot requests run.",

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_hisparse.compat.nixl import PullHooks, connect_on, copy_blocks_whole
-from vllm_hisparse.connector.import_buffer import ImportBuffer, ImportCounts, buffer_shape
+from vllm_hisparse.connector.import_buffer import ImportBuffer, buffer_shape
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.nixl_config import host_resident_config, leaves_pulls_to_rank_0
 from vllm_hisparse.kv_manager.groups import DeviceGroups
@@ -210,7 +210,12 @@ class NixlWorkerTransport:
         self.connector.start_load_kv(forward_context)
 
     def transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose pull finished or failed."""
+        """Return the requests whose pull finished or failed.
+
+        Args:
+            finished_req_ids: requests that have ended since the last call. Their pulls are given up.
+        """
+        self.connector.connector_worker.give_up(finished_req_ids)
         results = self.connector.get_transfer_results(finished_req_ids)
         # NOTE: the connector also names a failed request's blocks in the first group. They are dropped here, because
         # vLLM accepts block ids only from models with one group, and `failed_recving` is enough.
@@ -228,9 +233,15 @@ class NixlWorkerTransport:
     def take_stats(self) -> NixlKVConnectorStats | None:
         return self.connector.get_kv_connector_stats()
 
-    def take_imports(self) -> ImportCounts | None:
-        """Return what has passed through the import buffer since the last call; None if nothing has changed."""
-        return self._imports.take_counts() if self._imports else None
+    def take_imported_bytes(self) -> int:
+        """Return the bytes that have passed through the import buffer since the last call."""
+        return self._imports.take_num_bytes() if self._imports else 0
+
+    def take_num_waiting(self) -> int | None:
+        """Return the number of prompts that wait for the import buffer; None if it has not changed since the last
+        call.
+        """
+        return self._imports.take_num_waiting() if self._imports else None
 
     def shutdown(self) -> None:
         self.connector.shutdown()

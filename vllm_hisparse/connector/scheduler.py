@@ -112,6 +112,7 @@ class HiSparseSchedulerConnector:
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None  # none before `connect_workers`
         self._make_tiers, self._calls_to_report = make_tiers, 0
+        self._waiting: dict[int, int] = {}  # rank -> pulls that wait for its import buffer
         self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request did not compute
         self.request_log = RequestLog() if config.log_request_stats else None
         self._has_warned_of_transfers = False
@@ -219,6 +220,7 @@ class HiSparseSchedulerConnector:
         failed, worker_meta = output.failed_recving or set(), output.kv_connector_worker_meta
         if isinstance(worker_meta, HiSparseWorkerMetadata):
             self._forget_expired(worker_meta.expired)
+            self._waiting |= worker_meta.waiting
             for request_id, seconds in worker_meta.pull_seconds.items():
                 self.counts.transfer_took(request_id, seconds)
             if worker_meta.usage:
@@ -228,8 +230,10 @@ class HiSparseSchedulerConnector:
                     learner.measured(worker_meta.usage, self.tracker.demand())
         for request_id in output.finished_recving or ():
             self.tracker.pull_ended(request_id)
+            if request_id not in failed and request_id not in self.tracker.requests:
+                self.counts.transfer_given_up(request_id)
             received = self.counts.transfer_ended(request_id, request_id in failed)
-            if received and request_id in self.tracker.requests:
+            if received:
                 if self.layout.receives_on_host:
                     self.tracker.receive(request_id)
                 if self.request_log:
@@ -261,6 +265,9 @@ class HiSparseSchedulerConnector:
         stats = self.counts.take()
         stats.set_gauges(**self.host_pool.block_counts())
         stats.set_gauges(requests_waiting_for_host_memory=self.tracker.num_waiting_for_host())
+        if self._waiting:
+            # NOTE: a prompt may wait on several ranks.
+            stats.set_gauges(transfers_waiting_for_buffer=max(self._waiting.values()))
         if self.admission:
             missing = self.admission.num_missing_predictions
             limit = 0 if missing else self.admission.limit or 0

@@ -88,7 +88,8 @@ class HiSparseWorkerConnector:
         self._recorder: SelectionRecorder | None = None
         self._sampler: UsageSampler | None = None  # none before `register_kv_caches`
         self._step = 0  # number of the present step
-        self.reports_requests = vllm_config.parallel_config.rank == 0
+        self._rank = vllm_config.parallel_config.rank
+        self.reports_requests = self._rank == 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Attach storage to the attention layers.
@@ -174,26 +175,27 @@ class HiSparseWorkerConnector:
         requests = released if self.reports_requests else []
         expired = self.transport.take_expired() if self.transport else set()
         seconds = self.transport.take_pull_seconds() if self.transport else {}
+        num_waiting = self.transport.take_num_waiting() if self.transport else None
+        waiting = {} if num_waiting is None else {self._rank: num_waiting}
         usage = None
         if self._sampler:
             self._sampler.step_ends(self._step)
             usage = self._sampler.take()
-        if not (requests or expired or seconds or usage):
+        if not (requests or expired or seconds or waiting or usage):
             return None
-        return HiSparseWorkerMetadata(requests, expired, seconds, usage)
+        return HiSparseWorkerMetadata(requests, expired, seconds, usage, waiting)
 
     def take_stats(self) -> HiSparseStats | None:
         """Return the worker's counters since the last call; None in most steps."""
         hits, misses = self.hot_buffer.counts.take()
         staged_bytes = self.hot_buffer.take_staged_bytes()
         nixl_stats = self.transport.take_stats() if self.transport else None
-        imports = self.transport.take_imports() if self.transport else None
-        if not (hits or misses or staged_bytes or nixl_stats or imports):
+        imported_bytes = self.transport.take_imported_bytes() if self.transport else 0
+        if not (hits or misses or staged_bytes or nixl_stats or imported_bytes):
             return None
         stats = HiSparseStats()
-        if imports is not None:
-            stats.add(transfer_bytes_through_buffer=imports.num_bytes)
-            stats.set_gauges(transfers_waiting_for_buffer=imports.num_waiting)
+        if imported_bytes:
+            stats.add(transfer_bytes_through_buffer=imported_bytes)
         missed_bytes = misses * self.layout.unit_bytes
         stats.add(
             cache_hits=hits, cache_misses=misses, host_to_device_bytes=missed_bytes, prefill_staged_bytes=staged_bytes
