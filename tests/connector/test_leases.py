@@ -76,7 +76,7 @@ def test_a_lease_that_is_not_over_is_held(lease_s, age_s, gaps_s, delay, wait_s,
         prefill, table, arrived = PrefillWorker(lease_s, clock.now), Leases(), clock.now + age_s * is_stated
         end, heartbeats = prefill.end, [arrived + sum(gaps_s[: index + 1]) for index in range(len(gaps_s))]
         for sent_at in heartbeats:
-            table.renewed("prefill", {"p", "q"}, sent_at)
+            table.heartbeats_sent("prefill", {"p", "q"}, sent_at)
             clock.now = sent_at + delay * margin
             prefill.heartbeat()
         clock.now = max([arrived, *heartbeats, clock.now]) + wait_s
@@ -92,7 +92,7 @@ def test_regular_heartbeats_keep_a_lease(clock: Clock) -> None:
     table, prefill, arrived = Leases(), PrefillWorker(30, clock.now), clock.now
     for _ in range(100):
         clock.now += 5
-        table.renewed("prefill", {"p"}, clock.now)
+        table.heartbeats_sent("prefill", {"p"}, clock.now)
         table.keep({"prefill": {"p"}})
         prefill.heartbeat()
     table.begin("d", *KEY, LeaseTerms(clock.now - arrived, 30))
@@ -106,7 +106,7 @@ def test_regular_heartbeats_keep_a_lease(clock: Clock) -> None:
 def test_a_heartbeat_after_the_end_of_a_lease_renews_nothing(clock: Clock) -> None:
     table, prefill, arrived = Leases(), PrefillWorker(30, clock.now), clock.now
     clock.now += 31
-    table.renewed("prefill", {"p"}, clock.now)
+    table.heartbeats_sent("prefill", {"p"}, clock.now)
     prefill.heartbeat()
     table.begin("d", *KEY, LeaseTerms(clock.now - arrived, 30))
     assert table.is_over("d") and not prefill.holds
@@ -114,12 +114,12 @@ def test_a_heartbeat_after_the_end_of_a_lease_renews_nothing(clock: Clock) -> No
 
 def test_nothing_is_remembered_of_leases_that_ended(clock: Clock) -> None:
     table = Leases()
-    table.renewed("prefill", {"p", "q"}, clock.now)
+    table.heartbeats_sent("prefill", {"p", "q"}, clock.now)
     table.begin("d", *KEY, LeaseTerms(50, 30))
     assert table.is_over("d")
     table.end("d")
     assert not table.is_over("d") and not table.is_over("never seen")
     table.keep({"prefill": {"q"}, "other": {"p"}})
     only_renewed = Leases()
-    only_renewed.renewed("prefill", {"q"}, clock.now)
+    only_renewed.heartbeats_sent("prefill", {"q"}, clock.now)
     assert vars(table) == vars(only_renewed)

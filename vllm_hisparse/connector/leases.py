@@ -1,8 +1,8 @@
 """Leases: the time for which a prefill instance certainly keeps a prompt's KV.
 
 vLLM's prefill side frees a prompt's blocks when their lease ends, whether they have been pulled or not, and does not
-tell the decode side. A lease lasts `kv_lease_duration` from the end of the prefill. Each renewal that arrives while it
-lasts (vLLM: a heartbeat) makes it last at least two thirds of that time from then on. Nothing is acknowledged.
+tell the decode side. A lease lasts `kv_lease_duration` from the end of the prefill. Each heartbeat that arrives while
+it lasts makes it last at least two thirds of that time from then on. Nothing is acknowledged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
-MARGIN_S = 1.0  # at most: a renewal takes time to reach the prefill instance, and two clocks differ
+MARGIN_S = 1.0  # at most: a heartbeat takes time to reach the prefill instance, and two clocks differ
 
 
 @dataclass
@@ -29,18 +29,18 @@ class Leases:
     """The leases of one rank's pulls. All times are this process's `time.perf_counter`, in seconds."""
 
     def __init__(self) -> None:
-        self._renewals: dict[tuple[str, str], list[float]] = {}
+        self._heartbeats: dict[tuple[str, str], list[float]] = {}
         self._pulls: dict[str, _Pull] = {}
 
-    def renewed(self, engine_id: str, remote_request_ids: Collection[str], sent_at: float) -> None:
-        """Record renewals that have been sent to all ranks of a prefill instance, at `sent_at` or later."""
+    def heartbeats_sent(self, engine_id: str, remote_request_ids: Collection[str], sent_at: float) -> None:
+        """Record heartbeats that have been sent to all ranks of a prefill instance, at `sent_at` or later."""
         for name in remote_request_ids:
-            self._renewals.setdefault((engine_id, name), []).append(sent_at)
+            self._heartbeats.setdefault((engine_id, name), []).append(sent_at)
 
     def keep(self, waiting: Mapping[str, Collection[str]]) -> None:
-        """Forget the renewals of all transfers except `waiting`: engine id -> request ids of the prefill side."""
+        """Forget the heartbeats of all transfers except `waiting`: engine id -> request ids of the prefill side."""
         keys = {(engine_id, name) for engine_id, names in waiting.items() for name in names}
-        self._renewals = {key: times for key, times in self._renewals.items() if key in keys}
+        self._heartbeats = {key: times for key, times in self._heartbeats.items() if key in keys}
 
     def begin(self, request_id: str, engine_id: str, remote_request_id: str, terms: LeaseTerms) -> None:
         """Record that a request is about to pull."""
@@ -48,7 +48,7 @@ class Leases:
         self._pulls[request_id] = _Pull((engine_id, remote_request_id), latest_start, terms.lease_s)
 
     def state_end(self, request_id: str, end: float) -> None:
-        """Record when a pull's lease ends unless it is renewed, as the prefill instance has stated it."""
+        """Record when a pull's lease ends unless heartbeats renew it, as the prefill instance has stated it."""
         self._pulls[request_id].stated_end = end
 
     def is_over(self, request_id: str) -> bool:
@@ -59,7 +59,7 @@ class Leases:
         margin = min(MARGIN_S, pull.lease_s / 10)
         # NOTE: if the prefill instance states no end, the lease is assumed to have begun when the request arrived.
         end = pull.latest_start + pull.lease_s if pull.stated_end is None else pull.stated_end
-        for sent_at in self._renewals.get(pull.key, ()):
+        for sent_at in self._heartbeats.get(pull.key, ()):
             if sent_at < end - margin:
                 end = max(end, sent_at + pull.lease_s * 2 // 3)
         return time.perf_counter() >= end - margin

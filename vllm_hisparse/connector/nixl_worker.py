@@ -87,7 +87,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
 
     def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
         for engine_id, names in request_ids.items():
-            self._leases.renewed(engine_id, names, sent_at)
+            self._leases.heartbeats_sent(engine_id, names, sent_at)
 
     def add_remote_agent(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> str:
         """Connect to a rank of a prefill instance.

@@ -59,9 +59,8 @@ class CheckedRegistrations:
     """
 
     def install_checks(self) -> None:
-        self.registered_memory: dict[
-            tuple[str, int], bytes
-        ] = {}  # (engine id, rank) -> digest of the memory we read from
+        # (engine id, rank) -> digest of the memory that we read from
+        self.registered_memory: dict[tuple[str, int], bytes] = {}
         self._checked: dict[str, int] = {}  # engine id -> number that has been checked last
         self._checks: dict[str, _Check] = {}  # engine id -> question to which the answer has not been read
         self._renewed: set[str] = set()  # instances that have other memory now
@@ -156,7 +155,6 @@ class CheckedRegistrations:
         del self._checks[engine_id]
         if check.answer.exception() is None:
             self._checked[engine_id] = check.claimed
-            if any(
-                self.registered_memory.get((engine_id, rank)) != found for rank, found in check.answer.result().items()
-            ):
+            known = self.registered_memory
+            if any(known.get((engine_id, rank)) != digest for rank, digest in check.answer.result().items()):
                 self._renewed.add(engine_id)
