@@ -154,12 +154,44 @@ def test_requests_share_an_answer_and_fail_without_one(decode: Decode) -> None:
     assert len(decode.asked) == 2 and decode.finish_all() == {REQUEST}
 
 
-def test_claims_that_differ_are_checked_one_after_the_other(decode: Decode) -> None:
-    for block, number in enumerate((5, 6, 7)):
-        decode.claim(number, str(number), block=2 * block)
-    for _ in range(3):
-        decode.answer()
-    assert len(decode.asked) == 3 and decode.finish_all() == {"5", "6", "7"}
+def test_a_request_waits_for_two_answers_at_most(decode: Decode) -> None:
+    """Also if other requests, which a client may send without end, claim other numbers."""
+    decode.claim(99, "forged")
+    decode.claim(1, "true", block=2)
+    for step in range(2):
+        decode.thread.run()
+        decode.claim(100 + step, f"forged {step}", block=4 + 2 * step)
+        decode.start_load_kv(NixlConnectorMetadata())
+    decode.thread.run()
+    decode.start_load_kv(NixlConnectorMetadata())
+    assert "true" in decode.finish_all()
+    for block, number in enumerate((1, 99, 100)):
+        decode.claim(number, f"again {number}", block=2 * block)
+    assert not decode.thread.jobs, "these numbers have been checked"
+
+
+def test_the_handshake_of_a_connection_is_a_check(decode: Decode) -> None:
+    """So the next requests need no listener."""
+    decode.forget()
+    decode.claim(1, "first")
+    decode.answer()
+    assert decode.asked == [OWN] and decode.finish_all() == {"first"}
+    decode.is_listening = False
+    decode.claim(1, "second")
+    assert not decode.thread.jobs and decode.finish_all() == {"second"}
+
+
+@counts_registrations
+def test_an_answer_from_before_a_connection_says_nothing_of_it(decode: Decode) -> None:
+    decode.claim(5)
+    decode.thread.run()  # answers with the first memory
+    decode.forget()
+    decode.memory = b"second"
+    decode.answer()
+    assert decode.finish_all() == {REQUEST}
+    decode.pull(REMOTE_IDS, HOST_IDS, DEVICE_IDS, LIVE)
+    decode.claim(5, "again")
+    assert not decode.thread.jobs and decode.finish_all() == {LIVE, "again"}
 
 
 def test_an_instance_that_is_forgotten_meanwhile_is_connected_to_again(decode: Decode) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_hisparse.compat import nixl as compat_nixl
+from vllm_hisparse.compat.nixl import PullHooks
 from vllm_hisparse.connector import leases, nixl_scheduler, nixl_worker
 from vllm_hisparse.connector.leases import Leases
 from vllm_hisparse.connector.metadata import HiSparseWorkerMetadata
@@ -68,7 +69,7 @@ class Rank(PullWorker):
         self._install_hooks()
         self.leases = Leases()
         self._tokens_per_block, self._num_kv_heads, self._leases, self._expired = BLOCK_SIZE, 1, self.leases, set()
-        self._only_rank_0_pulls, self._begun, self._pull_seconds = False, {}, {}
+        self._only_rank_0_pulls, self._begun, self._pull_seconds, self._new = False, {}, {}, set()
         self._remote_agents = {"prefill": {(0, 0): "agent"}} if is_connected else {}
         self._engine_clock_offset, self._engine_last_active = {"prefill": CLOCK_OFFSET}, {}
         self._engine_ttl = 0
@@ -337,6 +338,24 @@ def test_lease_that_ended_leaves_nothing_in_the_prefix_cache(decode: Decode) -> 
     decode.engine.scheduler.add_request(other)
     assert decode.step() == {"other": len(PROMPT)}
     assert decode.counters["host_prefix_tokens"] == 0
+
+
+def test_a_pull_goes_on_whose_request_has_the_id_of_one_that_has_just_ended(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients choose ids if vLLM makes none of its own (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`)."""
+    given_up: list[set[str]] = []
+    monkeypatch.setattr(PullHooks, "give_up", lambda self, request_ids: given_up.append(set(request_ids)))
+    decode.rank.nixl_wrapper.state = "PROC"
+    first = make_request(REQUEST, PROMPT, max_tokens=2)
+    decode.engine.scheduler.add_request(first)
+    decode.engine.abort(first)
+    second = decode.engine.add(transfer())
+    decode.step()
+    assert decode.posted == [REQUEST] and given_up == [set()]
+    decode.engine.abort(second)
+    decode.step()
+    assert given_up[1:] == [{REQUEST}]
 
 
 # Refusals and errors of vLLM's NIXL code

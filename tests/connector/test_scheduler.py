@@ -788,6 +788,17 @@ def test_failed_transfers_count_no_bytes() -> None:
     assert counters(engine) == {}
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_transfer_of_an_aborted_request_counts_only_if_it_failed(has_failed: bool) -> None:
+    engine = ScriptedEngine(role="kv_consumer")
+    engine.ask_remote("remote", PROMPT)
+    engine.turn()
+    engine.abort("remote")
+    failed = {"remote"} if has_failed else set()
+    engine.half.update_connector_output(output(finished_recving={"remote"}, failed_recving=failed))
+    assert counters(engine) == ({"transfers": 1, "transfer_failures": 1} if has_failed else {})
+
+
 @pytest.mark.parametrize("fate", ["received", "failed", "expired"])
 def test_a_transfer_takes_as_long_as_on_its_slowest_rank(fate: str) -> None:
     """Ranks report in different steps; one that fails, or whose lease was over, reports no time."""

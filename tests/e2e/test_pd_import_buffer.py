@@ -132,7 +132,8 @@ def test_prompts_are_read_past_parts_that_are_stuck(cluster: Cluster) -> None:
             process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(len(prompts)) as executor:
             replies = executor.map(cluster.decode.complete, prompts, [12] * 3, transfers)
-            wait_for(lambda: "prompts that find no part of it are read without it" in cluster.decode.process.log_path.read_text())
+            warning, log = "prompts that find no part of it are read without it", cluster.decode.process.log_path
+            wait_for(lambda: warning in log.read_text())
             for process in stopped:
                 process.send_signal(signal.SIGCONT)
             assert_same_but_rounding(list(map(completion, replies)), expected)

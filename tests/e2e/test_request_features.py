@@ -200,7 +200,6 @@ def embeddings(prompt: list[int]) -> str:
         return base64.b64encode(buffer.getvalue()).decode()
 
 
-@pytest.mark.slow
 def test_a_router_that_follows_events_knows_what_is_cached(pair: Pair, event_ports: list[int]):
     """A prompt's prefix after it was computed, after a reset, and after it came back from the tier."""
     prompt, other = make_prompt(NUM_TOKENS, seed=43), make_prompt(BLOCK, seed=44)
@@ -218,6 +217,7 @@ def test_a_router_that_follows_events_knows_what_is_cached(pair: Pair, event_por
     wait_for(lambda: is_known(WHOLE_BLOCKS))
 
 
+@pytest.mark.slow
 def test_prompt_embeds_are_found_again_by_their_values(pair: Pair):
     """Two prompts of one length: in the caches and in the tier, each finds its own KV and none finds the other's."""
     prompts = [make_prompt(NUM_TOKENS, seed=seed) for seed in (31, 32)]

@@ -23,7 +23,7 @@ from vllm_hisparse.kv_manager.rows.page_writer import make_page_writer
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Set
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
@@ -65,14 +65,19 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         self._expired: set[str] = set()
         self._begun: dict[str, float] = {}  # request id -> start of its pull, `time.perf_counter`
         self._pull_seconds: dict[str, float] = {}
+        self._new: Set[str] = frozenset()  # requests whose pulls begin in the present step
 
     def begin_pulls(self, metadata: NixlConnectorMetadata, leases: Mapping[str, LeaseTerms]) -> None:
         """Record the start of a step's pulls, and their leases by request id, as the scheduler's side knows them."""
-        now = time.perf_counter()
+        now, self._new = time.perf_counter(), metadata.reqs_to_recv.keys()
         for request_id, terms in leases.items():
             self._begun[request_id] = now
             remote = metadata.reqs_to_recv[request_id].remote
             self._leases.begin(request_id, remote.engine_id, remote.request_id, terms)
+
+    def give_up(self, request_ids: Set[str]) -> None:
+        # NOTE: with ids of clients, a new request may have the id of one that has just ended.
+        super().give_up(request_ids - self._new)
 
     def may_pull(self, request_id: str, meta: ReqMeta, clock_offset: float) -> bool:
         if meta.remote.blocks_expiry_time is not None:

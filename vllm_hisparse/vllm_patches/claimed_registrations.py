@@ -10,6 +10,7 @@ no registration any more.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._log_failure",
 )
 
+MAX_CHECKED = 16  # numbers of an instance that are remembered
+MAX_ANSWERS = 2  # the first may be to a question from before the request; the second is to a later one
+
 
 @dataclass
 class _Check:
@@ -53,15 +57,16 @@ class _Check:
 class CheckedRegistrations:
     """Mixin of vLLM's `NixlPullConnectorWorker`: believes a prefill instance's listener, but no number of a client.
 
-    If a request claims another number than the one that was checked last, the listener at the address to which the
-    instance is connected is asked which memory is registered. vLLM gets a number of our own, which grows when this is
-    not the memory that we are connected to.
+    If a request claims a number that was not checked lately, the listener at the address to which the instance is
+    connected is asked which memory is registered. vLLM gets a number of our own, which grows when this is not the
+    memory that we are connected to. A request waits for at most `MAX_ANSWERS` answers, whatever others claim meanwhile.
     """
 
     def install_checks(self) -> None:
         # (engine id, rank) -> digest of the memory that we read from
         self.registered_memory: dict[tuple[str, int], bytes] = {}
-        self._checked: dict[str, int] = {}  # engine id -> number that has been checked last
+        self._checked: dict[str, deque[int]] = {}  # engine id -> numbers that have been checked, the last ones
+        self._num_answers: dict[str, int] = {}  # request -> answers that came while it waited
         self._checks: dict[str, _Check] = {}  # engine id -> question to which the answer has not been read
         self._renewed: set[str] = set()  # instances that have other memory now
         # rank -> digest, while the handshake thread asks. NOTE: vLLM has one such thread.
@@ -80,14 +85,19 @@ class CheckedRegistrations:
         engine_id = remote.engine_id
         known = self._remote_registration_generations.get(engine_id, 0)
         address = self._connected_address(engine_id)
-        if address is not None:
+        if address is None:
+            self._record_checked(engine_id, claimed)  # by the handshake that follows
+        else:
             remote.host, remote.port = address
             self._read_answer(engine_id)
             # NOTE: vLLM calls again with `known` after a handshake. A claim that is true is larger, because it starts
             # with 1 and grows at least as often.
-            if known < claimed != self._checked.get(engine_id):
-                self._ask(req_id, meta, claimed)
-                return True
+            if known < claimed and claimed not in self._checked.get(engine_id, ()):
+                if self._num_answers.get(req_id, 0) < MAX_ANSWERS:
+                    self._ask(req_id, meta, claimed)
+                    return True
+                self._record_checked(engine_id, claimed)
+            self._num_answers.pop(req_id, None)
             if engine_id in self._renewed:
                 self._renewed.remove(engine_id)
                 known += 1
@@ -113,6 +123,9 @@ class CheckedRegistrations:
         self._checked.pop(engine_id, None)
         self._checks.pop(engine_id, None)
         self._renewed.discard(engine_id)
+
+    def _record_checked(self, engine_id: str, claimed: int) -> None:
+        self._checked.setdefault(engine_id, deque(maxlen=MAX_CHECKED)).append(claimed)
 
     def _connected_address(self, engine_id: str) -> tuple[str, int] | None:
         """Host and port of the listener of a connected instance; None if another instance has taken its place."""
@@ -143,8 +156,10 @@ class CheckedRegistrations:
         """Let a request go on, or fail without an answer; runs in the handshake thread."""
         error = answer.exception()
         if error is None:
+            self._num_answers[req_id] = self._num_answers.get(req_id, 0) + 1
             self._ready_requests.put((req_id, meta))
         else:
+            self._num_answers.pop(req_id, None)
             self._log_failure(failure_type="handshake_failed", req_id=req_id, error=error, meta=meta)
             self._failed_recv_reqs.put(req_id)
 
@@ -154,7 +169,7 @@ class CheckedRegistrations:
             return
         del self._checks[engine_id]
         if check.answer.exception() is None:
-            self._checked[engine_id] = check.claimed
+            self._record_checked(engine_id, check.claimed)
             known = self.registered_memory
             if any(known.get((engine_id, rank)) != digest for rank, digest in check.answer.result().items()):
                 self._renewed.add(engine_id)

@@ -1,7 +1,9 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,26 +100,26 @@ def test_missing_files_do_not_matter(tmp_path: Path) -> None:
     assert quota.num_bytes == 0
 
 
-def test_a_file_that_cannot_be_read_is_deleted_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("error", "is_deleted"), [(errno.EIO, True), (errno.EMFILE, False), (None, False)])
+def test_a_file_that_cannot_be_read_is_deleted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None, is_deleted: bool
+) -> None:
+    """Unless it can be read now, or no file can be opened."""
     quota = DirectoryQuota(tmp_path, 10 * SIZE)
     paths = [write(tmp_path / f"{index}.bin") for index in range(2)]
-    quota.added(paths)
+    quota.added(paths).result(30)
+    if error is not None:
+        monkeypatch.setattr(directory_quota, "open", failing_open(error), raising=False)
     quota.unreadable(paths[0]).result(30)
-    assert names(tmp_path) == ["1.bin"] and quota.num_bytes == SIZE
-    assert quota.take_deleted() == paths[:1]
+    assert names(tmp_path) == ["0.bin", "1.bin"][is_deleted:] and quota.num_bytes == (2 - is_deleted) * SIZE
+    assert quota.take_deleted() == paths[: int(is_deleted)]
 
 
-def test_files_stay_while_the_engine_can_open_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+def failing_open(error: int) -> Callable[..., Any]:
+    def fail(*args: Any) -> Any:
+        raise OSError(error, os.strerror(error))
 
-    quota = DirectoryQuota(tmp_path, 10 * SIZE)
-    path = write(tmp_path / "0.bin")
-    quota.added([path]).result(30)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
-        quota.unreadable(path).result(30)
-    assert names(tmp_path) == ["0.bin"] and not quota.take_deleted()
+    return fail
 
 
 @pytest.mark.parametrize("place", [".", "aa"])

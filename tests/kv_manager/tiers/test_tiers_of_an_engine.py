@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.connector.scheduler import CALLS_PER_REPORT
 from vllm_hisparse.kv_manager.blocks.request_tracker import MAX_STEPS_OF_REFUSAL
-from vllm_hisparse.kv_manager.tiers import make_tiers, prefix_loads
+from vllm_hisparse.kv_manager.tiers import directory_quota, make_tiers, prefix_loads
 from vllm_hisparse.kv_manager.tiers.block_stores import key_of
 from vllm_hisparse.kv_manager.tiers.make_tiers import BlockIdentity, check_directory
 from vllm_hisparse.kv_manager.tiers.transfer_buffer import chunk_bytes
@@ -176,7 +176,13 @@ def test_a_block_that_cannot_be_read_is_replaced(
         error.num_succeeded = num_good  # type: ignore[attr-defined]
         raise error
 
+    def fail_to_open(path: str, *rest: Any) -> Any:
+        if path == str(third) and third.read_bytes() == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return open(path, *rest)
+
     monkeypatch.setattr(fs_manager, "batch_load_block", fail)
+    monkeypatch.setattr(directory_quota, "open", fail_to_open, raising=False)
     _, counted = engine.answer("again", PROMPT)
     assert counted["tier_loaded_blocks"] == 2
     wait_for_quota(engine)

@@ -18,6 +18,7 @@ TEMPORARY = ".tmp"  # part of the names of files that are being written
 ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
 RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
 RETRY_S = 30.0  # seconds from a scan that could not read everything to the next
+READ_BYTES = 1 << 20  # at a time
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # errors of opening a file that say nothing about the file
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -55,7 +56,7 @@ class DirectoryQuota:
         return self._thread.submit(self._forget, path)
 
     def unreadable(self, path: str) -> Future:
-        """Delete a file that could not be read, so that its block is stored again."""
+        """Delete a file that could not be read, and cannot be read now, so that its block is stored again."""
         return self._thread.submit(self._discard, path)
 
     def take_deleted(self) -> list[str]:
@@ -129,7 +130,10 @@ class DirectoryQuota:
 
     def _discard(self, path: str) -> None:
         try:
-            os.close(os.open(path, os.O_RDONLY))
+            with open(path, "rb") as file:
+                while file.read(READ_BYTES):
+                    pass
+            return  # it was the reader's fault, or has passed
         except OSError as error:
             if error.errno in NO_DESCRIPTORS:
                 return

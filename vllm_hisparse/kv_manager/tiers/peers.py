@@ -28,6 +28,7 @@ class Peers:
     def __init__(self, names: Sequence[str], own: tuple[str, int]):
         self.names, self.own = names, own
         self._known: dict[tuple[str, int], list[tuple[str, int]]] = {}  # host and port -> addresses
+        self._unknown: set[tuple[str, int]] = set()  # hosts and ports that a warning has named
         self._resolved_at = 0.0
         self._addresses: list[tuple[str, int]] = []
         self._thread: threading.Thread | None = None
@@ -52,17 +53,14 @@ class Peers:
 
     def _resolve(self, host: str, port: int) -> list[tuple[str, int]]:
         """Return the addresses that a name stands for, or has stood for if it cannot be resolved now."""
-        found = _resolve(host, port)
-        if found:
-            self._known[host, port] = found
-        return self._known.get((host, port), [])
-
-
-def _resolve(host: str, port: int) -> list[tuple[str, int]]:
-    """Return the addresses that a name stands for; none if it cannot be resolved."""
-    try:
-        infos = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
-        logger.warning("Peer %s:%d is not known: %s", host, port, error)
-        return []
-    return [(str(address[0]), int(address[1])) for *_, address in infos]
+        name = host, port
+        try:
+            infos = socket.getaddrinfo(*name, socket.AF_INET, socket.SOCK_STREAM)
+            self._known[name] = [(str(address[0]), int(address[1])) for *_, address in infos]
+            self._unknown.discard(name)
+        except OSError as error:
+            if name not in self._unknown:
+                kind = "This instance" if name == self.own else "Peer"
+                logger.warning("%s %s:%d is not known: %s", kind, host, port, error)
+            self._unknown.add(name)
+        return self._known.get(name, [])

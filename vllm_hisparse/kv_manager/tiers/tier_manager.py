@@ -89,11 +89,14 @@ class HostTierManager(TieringOffloadingManager):
     def num_stores_left(self) -> int:
         """Number of blocks that may be saved now to be stored.
 
-        NOTE: blocks for peers do not count, or else nothing would be stored while peers ask for blocks all the time.
+        NOTE: blocks for peers count only beyond as large a share, or else nothing would be stored while peers ask for
+        blocks all the time.
         """
+        share = int(self.num_chunks * STORE_SHARE)
         num_saves = sum(len(save.blocks) for save in self._saves if not save.is_for_peer)
-        num_reads = self.buffer.num_reads - sum(tier.num_peer_reads for tier in self.secondary_tiers)
-        return int(self.num_chunks * STORE_SHARE) - num_reads - num_saves
+        num_peer_reads = sum(tier.num_peer_reads for tier in self.secondary_tiers)
+        num_reads = self.buffer.num_reads - min(num_peer_reads, share)
+        return share - num_reads - num_saves
 
     def mark_unwritten(self, block_ids: list[int]) -> None:
         """Record published host blocks that a step in flight may still write."""
