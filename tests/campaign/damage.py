@@ -39,6 +39,7 @@ def early_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
             request, index = self.requests[name], self.admitted[name].num_saved_blocks
             if self.enable_caching and index < len(request.block_hashes):
                 self.host_pool.register(name, index, request.block_hashes[index])
+                self.events.stored(request, [index])
         return metadata
 
     monkeypatch.setattr(RequestTracker, "diff", diff_and_publish)
