@@ -37,7 +37,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def event_ports() -> list[int]:
-    """Ports of KV cache events: of those that are published, and of those that are asked for."""
+    """Two ports: one publishes KV cache events, the other repeats them to those who ask."""
     return free_ports(2)
 
 
