@@ -22,7 +22,8 @@ class CopyCounts:
     Args:
         layout: byte sizes.
         num_ranks: tensor parallel ranks, each with a device of its own.
-        num_host_pools: host pools; each holds the same blocks for other KV heads.
+        num_host_pools: number of host pools. If there are several, each has the same blocks, with the KV heads of its
+            rank.
 
     Attributes:
         transfers: request id -> blocks that the request is receiving.
@@ -59,7 +60,7 @@ class CopyCounts:
         self.transfers[request_id] = _Transfer(num_host_blocks, num_device_blocks)
 
     def transfer_took(self, request_id: str, seconds: float) -> None:
-        """Record how long a transfer took on a rank; called once per rank at most, before `transfer_ended`."""
+        """Record the seconds that a transfer took on a rank; called at most once per rank, before `transfer_ended`."""
         if transfer := self.transfers.get(request_id):
             transfer.seconds = max(seconds, transfer.seconds or 0.0)
 
@@ -69,7 +70,7 @@ class CopyCounts:
         self.add(transfers_expired=1)
 
     def transfer_given_up(self, request_id: str) -> None:
-        """Forget a transfer whose request has ended before it, so that perhaps not all of it was received."""
+        """Forget a transfer that its request did not wait for, because perhaps not all of its KV was received."""
         self.transfers.pop(request_id, None)
 
     def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:

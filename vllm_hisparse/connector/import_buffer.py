@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
 PART_BYTES = 64 << 20
-STUCK_S = 10.0  # seconds in which no part is given, read or freed, until prompts that find none do without
+# Seconds without a part that is given, read or freed, after which prompts that find no part are read without one.
+STUCK_S = 10.0
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -40,7 +41,10 @@ class Source:
 
 
 class Reads(Protocol):
-    """Reads from prefill instances. The reader records failures; the buffer only starts no more reads of the prompt."""
+    """Starts and polls reads from prefill instances for an `ImportBuffer`, and records the reads that fail.
+
+    After a failure, the buffer only starts no more reads of the prompt.
+    """
 
     def start_read(
         self, request_id: str, source: Source, local: np.ndarray, remote: np.ndarray
@@ -73,9 +77,11 @@ class Reads(Protocol):
         """
 
     def poll_read(self, request_id: str, read: Any) -> tuple[bool, bool]:
-        """Return whether a read has ended, so that nothing writes into the buffer any more, and whether it has failed.
+        """Poll a read.
 
-        A read that has failed may not have ended yet.
+        Returns:
+            True if the read has ended, so that nothing writes into the buffer any more; and True if it has failed. A
+            read that has failed may not have ended yet.
         """
 
     def release_read(self, request_id: str, read: Any) -> None:
@@ -148,13 +154,14 @@ class _Round:
 class ImportBuffer:
     """Reads KV of prompts through device memory.
 
-    Prompts get parts in the order in which they came; a prompt that finds none waits. Reads from an instance that hangs
-    do not end. While several instances are known, an instance therefore gets another part only if more parts are free
-    than it has; a single one leaves one part free if there are three or more.
+    Prompts get parts in the order in which they came; a prompt that finds none waits. Reads from a prefill instance
+    that hangs do not end. While several instances are known, an instance therefore gets another part only if more parts
+    are free than it holds. An instance that is the only known one leaves one part free if the buffer has three or more.
 
     Instances that hang may nevertheless hold all parts together, and an instance that works may hold parts for ever,
-    because NIXL does not release reads that have failed. Prompts that find no part are therefore read straight into the
-    host pool if none has changed for `STUCK_S` seconds: none at all, or none of their instance if it holds some.
+    because NIXL does not release reads that have failed. A prompt that finds no part is therefore read straight into
+    the host pool after `STUCK_S` seconds in which no part has changed (was given, read or freed). If the prompt's
+    instance holds parts, only changes of these parts count.
 
     Args:
         memory: [parts, bytes of a part] uint8: the buffer, contiguous.
@@ -170,11 +177,11 @@ class ImportBuffer:
         self._free = list(reversed(range(len(memory))))
         self._imports: list[_Import] = []
         self._rounds: list[_Round] = []
-        self._engine_ids: set[str] = set()  # of instances from which prompts have come, and that are not abandoned
+        self._engine_ids: set[str] = set()  # instances that prompts came from, without abandoned ones
         self._num_bytes = self._last_num_waiting = 0
         self._last_change = 0.0  # time at which a part was given, read or freed
-        self._changes: dict[str, float] = {}  # engine id -> the same of its parts; of instances that hold some
-        self._named: set[str] = set()  # instances that a warning has named since a part of theirs changed
+        self._changes: dict[str, float] = {}  # engine id -> the same for its parts, if it holds any
+        self._named: set[str] = set()  # instances in a warning, until one of their parts changes
 
     @property
     def pending(self) -> set[str]:
@@ -212,7 +219,7 @@ class ImportBuffer:
         self._start_reads()
 
     def advance(self) -> None:
-        """Copy parts that have been read, and read more pages into parts that have been copied. Waits for nothing."""
+        """Copy parts that have been read, and read more pages into parts that have been copied. Never waits."""
         self._rounds = [each for each in self._rounds if not self._has_ended(each)]
         self._changes = {engine_id: self._changes[engine_id] for engine_id in self._holders()}
         self._start_reads()
@@ -281,7 +288,7 @@ class ImportBuffer:
                 self._start_read_to_host(each)
 
     def _holders(self) -> list[str]:
-        """Engine ids of the instances that hold parts, once for each part."""
+        """Return the engine ids of the instances that hold parts, once for each part."""
         return [each.owner.source.engine_id for each in self._rounds if each.part is not None]
 
     def _may_take_part(self, engine_id: str) -> bool:
@@ -361,7 +368,7 @@ def pieces(local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> tuple[np
 
 
 def buffer_shape(buffer_bytes: int) -> tuple[int, int]:
-    """Parts, and bytes of a part, of a buffer of at most `buffer_bytes`."""
+    """Return the number of parts, and the bytes of each part, of a buffer of at most `buffer_bytes`."""
     num_parts = max(MIN_IMPORT_PARTS, buffer_bytes // PART_BYTES)
     return num_parts, buffer_bytes // num_parts // IMPORT_ALIGNMENT_BYTES * IMPORT_ALIGNMENT_BYTES
 

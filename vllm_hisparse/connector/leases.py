@@ -14,11 +14,21 @@ from dataclasses import dataclass
 from vllm_hisparse.kv_manager.metadata import LeaseTerms
 
 DEFAULT_LEASE_S = 30  # the default of vLLM's NIXL connector
-MARGIN_S = 1.0  # at most: a heartbeat takes time to reach the prefill instance, and two clocks differ
+# Largest margin before the end of a lease: a heartbeat takes time to reach the prefill instance, and two clocks differ.
+MARGIN_S = 1.0
 
 
 @dataclass
 class _Pull:
+    """A pull that has begun and not yet ended. Times are as in `Leases`.
+
+    Attributes:
+        key: engine id and request id of the prefill side.
+        latest_start: time at which the lease had begun already.
+        lease_s: duration of the lease in seconds.
+        stated_end: end of the lease without heartbeats, as the prefill instance has stated it; None: not stated.
+    """
+
     key: tuple[str, str]
     latest_start: float
     lease_s: float
@@ -69,5 +79,5 @@ class Leases:
         return {"pulls": self._pulls} if self._pulls else {}
 
     def end(self, request_id: str) -> None:
-        """Forget a request that has pulled, or will not."""
+        """Forget a request whose pull has ended or will not begin."""
         self._pulls.pop(request_id, None)

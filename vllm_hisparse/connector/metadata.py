@@ -23,7 +23,7 @@ class HiSparseWorkerMetadata(KVConnectorWorkerMetadata):
         pull_seconds: request id -> seconds from the start to the end of a pull that neither failed nor expired, on the
             slowest of the ranks that have ended it.
         usage: use of the hot buffers since the last report; from rank 0 alone, and None in most steps.
-        waiting: rank -> pulls that wait for its import buffer; only ranks on which their number has changed.
+        waiting: rank -> number of pulls that wait for its import buffer; only ranks on which the number has changed.
     """
 
     requests: list[tuple[int, int, int]] = field(default_factory=list)

@@ -28,7 +28,7 @@ COUNTERS = {
     "transfers": "Number of finished KV transfers from prefill instances.",
     "transfer_failures": "Number of KV transfers that failed.",
     "transfers_refused": "Number of prompts computed locally because of a malformed or foreign transfer, or kv_both.",
-    "transfers_expired": "Number of prompts computed locally because the lease of their KV may have ended before.",
+    "transfers_expired": "Number of prompts computed locally because their KV may have been pulled after its lease.",
     "transfer_bytes_to_host": "Bytes received from prefill instances into the host pool.",
     "transfer_bytes_through_buffer": "Bytes received into the host pool through the import buffer.",
     "transfer_bytes_to_device": "Bytes received from prefill instances into the device KV cache.",
@@ -46,15 +46,16 @@ GAUGES = {
     "requests_waiting_for_host_memory": "Number of requests waiting for host blocks.",
     "transfers_waiting_for_buffer": "Number of KV transfers waiting for the import buffer, on the rank with most.",
     "hot_rows_lent": "Number of hot rows per layer that requests have beyond device_buffer_size.",
-    "admission_limit": "Number of requests that may run at once because more would decode slower; 0 if none decides.",
-    "admission_missing_predictions": "Number of predictions before a limit decides; until then, hot requests run.",
+    "admission_limit": "Number of requests that may run at once because more would decode slower; 0 without a limit.",
+    "admission_missing_predictions": "Number of predictions that are missing before the limit applies.",
     "requests_held_back": "Number of requests waiting because of the limit or of missing predictions.",
     "hot_rows_wanted": "Number of hot rows per layer beyond device_buffer_size that would hold all sequences.",
 }
 HISTOGRAMS = {
     "transfer_time_seconds": "Histogram of the time from the start to the end of a KV transfer from prefill instances.",
 }
-# vLLM's of `vllm:nixl_xfer_time_seconds`, and longer ones, because a prompt's transfer may be many of NIXL's.
+# The buckets of vLLM's `vllm:nixl_xfer_time_seconds`, and longer ones, because a prompt's transfer may consist of many
+# NIXL transfers.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 

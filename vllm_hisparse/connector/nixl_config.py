@@ -35,8 +35,9 @@ def host_resident_config(
     )
     others, num_blocks = [groups.resident_group] if groups.resident_group else [], kv_cache_config.num_blocks
     if groups.layout.receives_on_host:
-        # NOTE: `host_resident` is for layers whose memory is not shared. These lie side by side in every host block, as
-        # device-resident KV does in a device block; vLLM finds by their tensors that they are on the host.
+        # NOTE: this group is not `host_resident`, because vLLM takes each layer of such a group to have memory of its
+        # own. These layers lie side by side in every host block, as they do in a device block. vLLM sees by their
+        # tensors that they are on the host.
         others, num_blocks = [KVCacheGroupSpec(groups.resident_layers, _saved_spec(groups))], num_host_blocks
     return replace(
         kv_cache_config,
@@ -48,15 +49,15 @@ def host_resident_config(
 
 
 def leaves_pulls_to_rank_0(vllm_config: VllmConfig, groups: DeviceGroups) -> bool:
-    """True if rank 0 pulls for all ranks: they share a host pool, and everything is received there.
+    """Return True if rank 0 pulls for all ranks, because they share a host pool and all KV is received there.
 
-    NOTE: vLLM does the same for the host's part if there are parts on the device, too.
+    NOTE: if some KV is received on the device, vLLM itself leaves only the host's part to rank 0.
     """
     return shares_host_pool(vllm_config) and groups.layout.receives_on_host
 
 
 def _saved_spec(groups: DeviceGroups) -> KVCacheSpec:
-    """The spec of the copies of device-resident KV: keys that the device has in fewer bits are as wide as received."""
+    """Return the spec of the copies of device-resident KV, whose keys are as wide as received, not as on the device."""
     layout, spec = groups.layout, groups.resident_group.kv_cache_spec
     narrow_page_bytes = (layout.narrow_key_bytes or 0) * layout.block_size
 

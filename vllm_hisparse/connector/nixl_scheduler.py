@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
 _SHARED_BLOCK_HASH = b"host"  # marks a host block as filled; vLLM's connector only checks that there is a hash
-MAX_CLAIMS = 2**16
+MAX_CLAIMS = 2**16  # transfers that are remembered, so that no second request uses one of them
 
 
 class NixlSchedulerTransport:
@@ -77,8 +77,8 @@ class NixlSchedulerTransport:
         """Accept the transfer that came with a new request if it belongs to the request; return False if it is refused.
 
         When vLLM's API refuses a request, vLLM sends a request that ends at once (`abort_immediately`) as a notice, so
-        that the prefill instance frees the KV. The notice has no prompt, and it also comes for requests that have been
-        accepted before; therefore nothing is refused for it.
+        that the prefill instance frees the KV. The notice has no prompt, and may come for a request that was accepted
+        before, so a notice is never refused.
         """
         try:
             params = TransferParams.parse(request.kv_transfer_params)
@@ -147,13 +147,13 @@ class NixlSchedulerTransport:
             logger.warning(
                 "The lease of the KV of request %s on its prefill instance may have ended before it was pulled. Its "
                 "prompt is computed here, and so will be others like it, without a warning: see "
-                "vllm:hisparse_transfers_expired. Set kv_lease_duration, on both sides to the same value, above the "
-                "time from the prefill instance's answer to the decode request.",
+                "vllm:hisparse_transfers_expired. Raise kv_lease_duration, on both sides to the same value, above the "
+                "time between the end of the prefill and the arrival of the request here.",
                 request_id,
             )
 
     def request_finished(self, request: Request) -> None:
-        """Forget a request; if it ended before its KV was pulled, the prefill instance is told so."""
+        """Forget a request; if it ended before its KV was pulled, let the prefill instance free the KV."""
         if request.request_id in self._accepted:
             self.connector.request_finished_all_groups(self._seen_by_nixl(request), self._no_blocks)
             del self._accepted[request.request_id], self._arrivals[request.request_id]
@@ -196,9 +196,9 @@ class NixlSchedulerTransport:
             self._claims.popitem(last=False)
 
     def _release_sample(self, request: Request, params: TransferParams) -> None:
-        """Let the prefill instance free one sample of a prompt that will not be pulled, when a sample is refused here.
+        """Let the prefill instance free the KV of one sample that nobody will pull, because a sample is refused here.
 
-        Each sample of a prompt is prefilled there, but the router sends the transfer parameters of one of them.
+        The prefill instance computes each sample of a prompt, but the router sends the transfer parameters of only one.
         """
         sample = transfer_of_sample(request.request_id, params.remote_request_id)
         if sample is not None and (params.remote_engine_id, sample) not in self._claims:

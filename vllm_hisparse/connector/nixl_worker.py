@@ -76,7 +76,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
             self._leases.begin(request_id, remote.engine_id, remote.request_id, terms)
 
     def give_up(self, request_ids: Set[str]) -> None:
-        # NOTE: with ids of clients, a new request may have the id of one that has just ended.
+        # NOTE: clients may choose request ids, so a new request may have the id of one that has just ended.
         super().give_up(request_ids - self._new)
 
     def may_pull(self, request_id: str, meta: ReqMeta, clock_offset: float) -> bool:
@@ -133,7 +133,7 @@ class PullWorker(PullHooks, NixlPullConnectorWorker):
         return results
 
     def take_expired(self) -> set[str]:
-        """Return the requests whose pull has ended since the last call, perhaps after its lease."""
+        """Return the ids of requests whose pull has ended since the last call, but perhaps after its lease."""
         expired, self._expired = self._expired, set()
         return expired
 
@@ -186,7 +186,7 @@ class NixlWorkerTransport:
         Args:
             pool: [bytes] uint8: the host pool.
             device_pool: the same bytes, as the device sees them.
-            num_bytes: size of the buffer at most.
+            num_bytes: largest size of the buffer.
         """
         worker = self.connector.connector_worker
         if worker.reads_for_host:

@@ -23,8 +23,9 @@ class _RequestStats:
 
 
 class RequestLog:
-    """Adds up what the worker reports for each first hot block, and logs a finished request once all of its runs are
-    reported.
+    """Adds up the worker's reports about a request, and logs a finished request once all of its runs are reported.
+
+    The worker reports the id of a run's first hot block.
 
     A run lasts from an admission to the release of the hot blocks; a preempted request has several. Each first hot
     block has a queue of runs, because later requests reuse it.
@@ -46,7 +47,11 @@ class RequestLog:
         stats.bytes_to_device += bytes_to_device
 
     def released(self, first_hot_block_id: int, hits: int, misses: int) -> None:
-        """End the oldest open run of a first hot block, with the selected rows that were hot and that were not.
+        """End the oldest open run of a first hot block.
+
+        Args:
+            first_hot_block_id: id of the block.
+            hits, misses: selected rows of the run that were hot, and rows that were not.
 
         Raises:
             KeyError: no run of this block is open.

@@ -50,13 +50,14 @@ class HiSparseSchedulerConnector:
         config: checked options.
         groups: the device KV cache groups.
         kv_cache_manager: vLLM's manager; its manager of hot blocks asks this object for them.
-        num_host_blocks: size of the host pool.
+        num_host_blocks: number of blocks of each host pool.
         enable_caching: True if later requests may use blocks of finished ones.
         transport: P/D transport, or None for a single instance.
         max_num_running: requests that may run in one step; the worker has room for so many.
         max_num_batched_tokens: tokens that a step may compute.
         num_ranks: tensor parallel ranks, each with a device of its own.
-        num_host_pools: host pools of `num_host_blocks`; each holds the same blocks for other KV heads.
+        num_host_pools: number of host pools. If there are several, each has the same blocks, with the KV heads of its
+            rank.
         make_tiers: makes the tiers below the host pool, once the workers have reported its memory.
         publishes_events: True if vLLM publishes events about cached blocks.
     """
@@ -112,8 +113,9 @@ class HiSparseSchedulerConnector:
         self.counts = CopyCounts(self.layout, num_ranks, num_host_pools)
         self.tiers: Tiers | None = None  # none before `connect_workers`
         self._make_tiers, self._calls_to_report = make_tiers, 0
-        self._waiting: dict[int, int] = {}  # rank -> pulls that wait for its import buffer
-        self._hit_tokens: dict[CacheHitSource, int] = {}  # tokens that the last admitted request did not compute
+        self._waiting: dict[int, int] = {}  # rank -> number of pulls that wait for its import buffer
+        # Source -> tokens that the last admitted request got from a tier or a prefill instance
+        self._hit_tokens: dict[CacheHitSource, int] = {}
         self.request_log = RequestLog() if config.log_request_stats else None
         self._has_warned_of_transfers = False
 

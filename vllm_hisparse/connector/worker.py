@@ -54,7 +54,7 @@ class HiSparseWorkerConnector:
         vllm_config: the engine's configuration.
         config: checked options.
         groups: the device KV cache groups.
-        num_host_blocks: size of the host pool.
+        num_host_blocks: number of blocks of this worker's host pool.
         transport: P/D transport, or None for a single instance.
     """
 
@@ -170,7 +170,10 @@ class HiSparseWorkerConnector:
         return self.transport.transfer_results(finished_req_ids) if self.transport else KVConnectorTransferResults()
 
     def take_worker_metadata(self) -> HiSparseWorkerMetadata | None:
-        """Return what the scheduler half is to know of a step; called once per step, after its kernels are enqueued."""
+        """Return the message to the scheduler half; None if there is nothing to report.
+
+        Called once per step, after the step's kernels have been enqueued.
+        """
         released = self.hot_buffer.counts.take_released()
         requests = released if self.reports_requests else []
         expired = self.transport.take_expired() if self.transport else set()
@@ -258,7 +261,7 @@ class HiSparseWorkerConnector:
         transport.read_through_buffer(self.store.pool, self.store.device_pool(), num_bytes)
 
     def _key_conversion(self, caches: list[torch.Tensor]) -> KeyConversion | None:
-        """How blocks of device-resident KV differ between device and host; None if they do not.
+        """Return the conversion of device-resident KV between device and host; None if both keep the same bytes.
 
         Args:
             caches: one per layer in the order of memory, [num_blocks, KV heads, block_size, row elements].
@@ -315,8 +318,8 @@ class HiSparseWorkerConnector:
         algorithm = make_algorithm(self.config, self.groups.hot_spec, self.vllm_config)
         request_bytes = sum(field.num_bytes for field in algorithm.fixed_fields.values()) * layout.num_layers
         logger.info(
-            "HiSparse: of %s's state, %d device blocks of a request of %d tokens, and %.1f MiB beside the KV cache for "
-            "%d requests.",
+            "HiSparse: the state of %s takes %d device blocks for a request of %d tokens, and %.1f MiB beside the KV "
+            "cache for %d requests.",
             algorithm.name,
             layout.state.num_blocks(max_model_len),
             max_model_len,
@@ -335,13 +338,13 @@ class HiSparseWorkerConnector:
 def hot_buffer_shape(
     vllm_config: VllmConfig, config: HiSparseConfig, groups: DeviceGroups, num_device_blocks: int
 ) -> HotBufferShape:
-    """Sizes of a rank's hot buffers, with room for every request that may run.
+    """Return the sizes of a rank's hot buffers, with room for every request that may run.
 
     Args:
         vllm_config: vLLM's configuration.
         config: checked options.
         groups: the device KV cache groups.
-        num_device_blocks: blocks of a KV cache tensor.
+        num_device_blocks: number of blocks of a KV cache tensor.
     """
     assert config.top_k is not None
     max_batch, spec = vllm_config.scheduler_config.max_num_seqs, groups.hot_spec
@@ -388,14 +391,14 @@ def layer_views(caches: list[torch.Tensor], layout: KVLayout) -> list[torch.Tens
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes of device memory that torch can still hand out."""
+    """Return the bytes of device memory that torch can still allocate: free memory, and unused memory in its cache."""
     accelerator = torch.accelerator
     cached = accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
     return accelerator.get_memory_info(device)[0] + cached
 
 
 def _block_memory(caches: list[torch.Tensor], layout: KVLayout) -> torch.Tensor:
-    """All bytes of vLLM's device blocks: [num_blocks, bytes of a block] uint8.
+    """Return a view of all bytes of vLLM's device blocks: [num_blocks, bytes of a block] uint8.
 
     Args:
         caches: one per layer with hot rows, [num_blocks, KV heads, rows, row elements]; a block begins with the rows of
@@ -408,7 +411,7 @@ def _block_memory(caches: list[torch.Tensor], layout: KVLayout) -> torch.Tensor:
 
 
 def _block_view(caches: list[torch.Tensor], any_cache: torch.Tensor) -> torch.Tensor:
-    """The caches of all layers as whole blocks: [num_blocks, bytes of a block in all layers] uint8.
+    """Return a view of the caches of all layers as whole blocks: [num_blocks, bytes of a block in all layers] uint8.
 
     Args:
         caches: one per layer, [num_blocks, KV heads, block_size, row elements]; side by side inside each block.
