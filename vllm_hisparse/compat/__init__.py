@@ -5,6 +5,6 @@ it, and calls a method with a public name. Where releases differ, the import of 
 installed vLLM has. Every file defines:
 
 * `RELEASES`: the releases of vLLM that need the file, or its older variant if it has two;
-* `DELETE`: the code to delete when the last of these releases is dropped, unless it is the file;
+* `DELETE`, if `RELEASES` has an upper bound: the code to delete when the last of these releases is dropped;
 * `VLLM`: the names of vLLM that the file uses; `tools/vllm_compat.py` looks them up.
 """

@@ -18,8 +18,8 @@ def separate_compiled_models(connector: str, options: Sequence[str]) -> None:
 
     vLLM assumes that a connector does not change a model's graph. But layers with hot buffers write KV themselves, so
     their graph lacks vLLM's update of the KV cache. An engine that found the entry of an engine with another connector,
-    or with other full-KV layers, would give wrong tokens. By the same hash, vLLM finds the size of the KV cache that an
-    earlier engine measured (`VLLM_ENABLE_STARTUP_PLAN`). A second call in a process changes nothing.
+    or with other full-KV layers, would give wrong tokens. vLLM uses the same hash to find the size of the KV cache that
+    an earlier engine measured (`VLLM_ENABLE_STARTUP_PLAN`). A second call in a process changes nothing.
 
     Args:
         connector: name of the connector in `KVTransferConfig`.

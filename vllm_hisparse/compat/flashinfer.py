@@ -28,7 +28,7 @@ class StepPlans:
 
     def __init__(self, names: Sequence[str], make: Callable[[Any], Sequence[Any]]):
         self._names, self._make = names, make
-        self._plans: list[Sequence[Any]] = []  # of each part of the largest step
+        self._plans: list[Sequence[Any]] = []  # a plan for each part of the largest step
         self._num_used = 0
 
     @classmethod
@@ -101,5 +101,5 @@ def attend_to_planned_rows(
     scales = {}
     if impl.use_fp8_kv_cache:
         rows, scales = rows.view(torch.float8_e4m3fn), {"ckv_scale": float(layer._k_scale_float or 1), "kpe_scale": 1.0}
-    pages = rows.unsqueeze(1)  # of one row each
+    pages = rows.unsqueeze(1)  # pages of one row each
     return state.wrapper.run(*query, pages[..., : impl.kv_lora_rank], pages[..., impl.kv_lora_rank :], **scales)

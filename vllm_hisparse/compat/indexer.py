@@ -60,7 +60,7 @@ def _is_narrow(cache: torch.Tensor) -> bool:
 
 
 def wrap_insert(stock: Callable[..., None]) -> Callable[..., None]:
-    """Quantize keys and write them, as `stock` does in 8 bits."""
+    """Return `stock`, which quantises and writes keys in 8 bits, extended to caches of keys in 4 bits."""
 
     def indexer_k_quant_and_cache(
         k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *args: Any, **kwargs: Any
@@ -74,7 +74,7 @@ def wrap_insert(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_gather(stock: Callable[..., None]) -> Callable[..., None]:
-    """Gather the keys of prompts, as `stock` does in 8 bits."""
+    """Return `stock`, which gathers the keys of prompts in 8 bits, extended to caches of keys in 4 bits."""
 
     def cp_gather_indexer_k_quant_cache(
         kv_cache: torch.Tensor,
@@ -92,7 +92,7 @@ def wrap_gather(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrap_paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Score the keys of decoding requests, as `stock` does in 8 bits."""
+    """Return `stock`, which scores decoding requests' keys in 8 bits, extended to caches of keys in 4 bits."""
 
     def fp8_fp4_paged_mqa_logits(
         q: tuple[torch.Tensor, torch.Tensor | None],
@@ -113,7 +113,7 @@ def wrap_paged_logits(stock: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def wrap_get_indexer_topk(stock: Callable[[str], Select]) -> Callable[[str], Select]:
-    """Select as `stock` does, unless it may choose the kernel: then the plugin's selects, where it can."""
+    """Return `stock`, extended so that backend "auto" selects with the plugin's kernel where it can."""
 
     def get_indexer_topk(backend: str) -> Select:
         select_stock = stock(backend)
@@ -139,7 +139,10 @@ def wrap_get_indexer_topk(stock: Callable[[str], Select]) -> Callable[[str], Sel
 
 
 def wrap_fused_norm_rope(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The kernel that norms and rotates all of a layer's inputs writes keys in 8 bits; it can also give them out."""
+    """Return `stock`, which norms and rotates a layer's inputs and writes keys in 8 bits, extended to keys in 4 bits.
+
+    NOTE: for a cache of keys in 4 bits, `stock` writes no cache and returns the keys (`index_k_out`) instead.
+    """
 
     def fused_norm_rope(
         *args: Any, indexer_k_cache: torch.Tensor | None = None, index_k_out: torch.Tensor | None = None, **kwargs: Any

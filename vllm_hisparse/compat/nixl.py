@@ -123,10 +123,10 @@ class _RemoteMemory:
 
 
 class PullHooks(CheckedRegistrations):
-    """Mixin of vLLM's `NixlPullConnectorWorker`: asks before a pull, and keeps errors of a peer inside.
+    """Mixin of vLLM's `NixlPullConnectorWorker`: asks `may_pull` before a pull, and survives errors of a peer.
 
-    After `read_through`, what lands in the host pool comes through the import buffer. The other KV is read in pieces
-    meanwhile, or page by page afterwards if its pages do not follow each other in memory. When all of it is there, the
+    After `read_through`, KV for the host pool comes through the import buffer. The other KV is read in pieces at the
+    same time, or page by page afterwards if its pages do not follow each other in memory. When all KV has arrived, the
     prefill instance is told to free the blocks.
     """
 
@@ -166,11 +166,20 @@ class PullHooks(CheckedRegistrations):
         raise NotImplementedError
 
     def heartbeats_sent(self, request_ids: dict[str, set[str]], sent_at: float) -> None:
-        """Called after heartbeats were sent to all ranks of prefill instances: engine id -> request ids there."""
+        """Record heartbeats that were sent to all ranks of prefill instances.
+
+        Args:
+            request_ids: engine id -> ids of the requests on the prefill side.
+            sent_at: time before the heartbeats were sent, `time.perf_counter`.
+        """
         raise NotImplementedError
 
     def heartbeats_due(self, request_ids: dict[str, set[str]]) -> None:
-        """Called before heartbeats are sent, with all transfers that get them: engine id -> request ids there."""
+        """Record all transfers that get heartbeats, before these are sent.
+
+        Args:
+            request_ids: engine id -> ids of the requests on the prefill side.
+        """
         raise NotImplementedError
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
@@ -181,7 +190,7 @@ class PullHooks(CheckedRegistrations):
                 return
             with self._handshake_lock:  # NOTE: vLLM's thread enters an instance first, and its clock offset afterwards
                 is_connected = engine_id in self._remote_agents
-            is_posted = meta.awaiting_kvs and is_connected  # False: connects, or frees
+            is_posted = meta.awaiting_kvs and is_connected  # False: vLLM connects, or only lets blocks be freed
             if is_posted and not self.may_pull(req_id, meta, self._engine_clock_offset[engine_id]):
                 self._recving_transfers.setdefault(req_id, [])  # an empty list counts as done
             elif is_posted and (not self.needs_blocks() or req_id in self._given_up):
@@ -206,7 +215,7 @@ class PullHooks(CheckedRegistrations):
 
     @property
     def reads_for_host(self) -> bool:
-        """True if this rank reads what lands in the host pool; False if rank 0 does so for all that share it."""
+        """True if this rank reads KV for the host pool; False if rank 0 does so for all ranks that share the pool."""
         return self.needs_blocks() and not self._skip_dram_xfer
 
     def read_through(self, imports: ImportBuffer | None, host_pool: range) -> None:
@@ -235,7 +244,7 @@ class PullHooks(CheckedRegistrations):
         if self._host_pool is None:
             return name
         engine_id, addresses = nixl_agent_meta.engine_id, nixl_agent_meta.kv_caches_base_addr
-        # NOTE: vLLM changes what it was given to the regions of this side, unless it knew the rank already.
+        # NOTE: vLLM has reduced `nixl_agent_meta` to the regions that this side has, unless it knew the rank already.
         if self.kv_caches_base_addr.get(engine_id, {}).get(remote_tp_rank) is addresses:
             kind, strides = self.dst_region_mem_types[engine_id][0], nixl_agent_meta.block_strides
             memory = _RemoteMemory(strides, _Place(kind, nixl_agent_meta.device_id))
@@ -245,9 +254,9 @@ class PullHooks(CheckedRegistrations):
     def _cleanup_remote_engine(self, engine_id: str, *args: Any, **kwargs: Any) -> None:
         """Forget a prefill instance.
 
-        NOTE: vLLM >= 0.33 also forgets one that has registered its memory again, while requests read from it. Then the
-        addresses of reads that are not started yet, and vLLM's handles for them, are void. These requests fail. If they
-        did not, vLLM would look up the forgotten instance when their reads end, which would end the engine.
+        NOTE: vLLM >= 0.33 also forgets an instance that has registered its memory again, while requests read from it.
+        The addresses of reads that are not started yet, and vLLM's handles for them, are void then, so these requests
+        fail. Otherwise vLLM would look up the forgotten instance when their reads end, which would end the engine.
         """
         super()._cleanup_remote_engine(engine_id, *args, **kwargs)
         for source in [each for each in list(self._remote_memory) if each.engine_id == engine_id]:
@@ -306,12 +315,12 @@ class PullHooks(CheckedRegistrations):
         self._pending_recv_notifs.setdefault(request_id, []).append((agent, notice))
 
     def _read_later(self, read: Callable[[], bool], request_id: str, agent: str, notice: bytes) -> None:
-        """Read what does not come through the buffer, unless the request has been given up.
+        """Read the KV that does not come through the buffer, unless the request has been given up.
 
         Args:
-            read: reads it. The end of this read tells the prefill instance to free the blocks.
+            read: reads this KV. The end of this read tells the prefill instance to free the blocks.
             request_id: the request.
-            agent, notice: receiver and text of the message that tells it so without the read.
+            agent, notice: receiver and text of a message to free the blocks, sent if there is no read.
         """
         if request_id in self._given_up:
             self._send_later(request_id, agent, notice)

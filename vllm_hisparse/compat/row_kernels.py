@@ -25,7 +25,8 @@ Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 class RowKernel:
     """Mixin of a subclass of vLLM's implementation; it calls that class's `_forward_mqa_kernel`.
 
-    NOTE: it must come after vLLM's class, because its subclasses define this method for releases that do not have it.
+    NOTE: this mixin must come after vLLM's class among the bases. Its subclasses below define `_forward_mqa_kernel` for
+    releases whose classes lack the method, and must not hide the method of a class that has it.
     """
 
     def attend_to_rows(

@@ -31,7 +31,7 @@ class StepForms(Protocol):
     def has_two(self, num_requests: int, num_tokens: int) -> bool:
         """Return True if a step in which `num_requests` requests decode `num_tokens` tokens may run in either form.
 
-        It may be True of steps that are never divided, and of more of them before the model has storage.
+        The result may be True for steps that are never divided, and for more of them before the model has storage.
         """
 
 
@@ -52,7 +52,7 @@ def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
         return
 
     class WholeStep(BatchExecutionDescriptor):
-        """Names the graph of the second form among vLLM's graphs; it differs from the first one's name."""
+        """Key of the second form's graph in vLLM's `graphs`; never equal to the key of the first form's graph."""
 
         @classmethod
         def of(cls, desc: Any) -> WholeStep:
@@ -69,7 +69,8 @@ def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
         full = descs.get(CUDAGraphMode.FULL, [])
         whole = [WholeStep.of(desc) for desc in full if forms.has_two(desc.num_reqs, desc.num_tokens)]
         if self._max_full_descs_to_capture is not None:
-            # NOTE: vLLM has captured some graphs to measure them, and multiplies by the number of all of these.
+            # NOTE: vLLM has captured a few graphs to measure their memory, and multiplies it by the length of this
+            # list. Therefore the list gets the graphs of whole steps, too.
             self._capture_descs = descs | {CUDAGraphMode.FULL: full + whole}
         elif whole:
             self._capture_descs, forms.runs_whole = {CUDAGraphMode.FULL: whole}, True
