@@ -37,8 +37,8 @@ VLLM = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker.NixlBaseConnectorWorker._log_failure",
 )
 
-MAX_CHECKED = 16  # numbers of an instance that are remembered
-MAX_ANSWERS = 2  # the first may be to a question from before the request; the second is to a later one
+MAX_CHECKED = 16  # checked numbers that are remembered for each instance
+MAX_ANSWERS = 2  # because only the first answer can be to a question that was asked before the request came
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Check:
     """A question to the listener of a prefill instance.
 
     Attributes:
-        claimed: number of registrations that a request has claimed before it was asked.
+        claimed: number of registrations that a request claims, which is the reason for the question.
         answer: rank of the instance -> digest of the memory that it has registered.
     """
 
@@ -65,7 +65,7 @@ class CheckedRegistrations:
     def install_checks(self) -> None:
         # (engine id, rank) -> digest of the memory that we read from
         self.registered_memory: dict[tuple[str, int], bytes] = {}
-        self._checked: dict[str, deque[int]] = {}  # engine id -> numbers that have been checked, the last ones
+        self._checked: dict[str, deque[int]] = {}  # engine id -> latest numbers that were checked
         self._num_answers: dict[str, int] = {}  # request -> answers that came while it waited
         self._checks: dict[str, _Check] = {}  # engine id -> question to which the answer has not been read
         self._renewed: set[str] = set()  # instances that have other memory now
@@ -73,7 +73,7 @@ class CheckedRegistrations:
         self.found_memory: dict[int, bytes] | None = None
 
     def claim_waits(self, req_id: str, meta: ReqMeta) -> bool:
-        """Check a request's claim, and replace it and the address by what may be believed.
+        """Check a request's claim; replace the claim and the address by values that may be believed.
 
         Returns:
             True if the request waits for an answer; then vLLM calls `_read_blocks_for_req` again, or the request fails.
@@ -90,8 +90,8 @@ class CheckedRegistrations:
         else:
             remote.host, remote.port = address
             self._read_answer(engine_id)
-            # NOTE: vLLM calls again with `known` after a handshake. A claim that is true is larger, because it starts
-            # with 1 and grows at least as often.
+            # NOTE: after a handshake, vLLM calls this method again with `known` in place of the claim. True claims are
+            # larger than `known`, because they start at 1 and grow at least as often.
             if known < claimed and claimed not in self._checked.get(engine_id, ()):
                 if self._num_answers.get(req_id, 0) < MAX_ANSWERS:
                     self._ask(req_id, meta, claimed)

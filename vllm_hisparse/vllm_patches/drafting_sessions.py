@@ -21,7 +21,7 @@ VLLM = (
 
 
 class DraftingSession(Request):
-    """A session that verifies drafts. When a turn is over, it counts only tokens that it keeps as computed."""
+    """A session that verifies drafts. After a turn, only tokens that the session keeps count as computed."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -36,6 +36,6 @@ class DraftingSession(Request):
 
 
 def count_kept_tokens(session: Request) -> None:
-    """Let a session that verifies drafts count only tokens that it keeps as computed, in releases with the defect."""
+    """Turn a session into a `DraftingSession`, in releases with the defect."""
     if serves(RELEASES):
         session.__class__ = DraftingSession

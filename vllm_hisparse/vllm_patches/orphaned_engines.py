@@ -30,7 +30,7 @@ VLLM = (
 
 ENGINE, WORKER = "EngineCore", "VllmWorker-"  # beginnings of the names that vLLM gives to processes
 GRACE_S = 30  # a worker's time to end by itself
-_LOOK_S = 1.0  # between looks at the parent's process id
+_LOOK_S = 1.0  # seconds between looks at the parent's process id
 _THREAD_NAME = "end-with-parent"
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -39,7 +39,7 @@ logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for i
 def end_with_parent() -> None:
     """Let an EngineCore end as soon as its parent is gone, and a worker of the multiprocessing executor a little later.
 
-    The worker has `GRACE_S` to end by itself. Another process, or another call, changes nothing.
+    The worker has `GRACE_S` to end by itself. Calls in other processes, and later calls, do nothing.
 
     Both entry points and the connector call this. In a spawned process, vLLM asks for platforms when it is imported,
     but an EngineCore loads general plugins only after the handshake with the parent. A forked process does neither, but

@@ -22,13 +22,15 @@ VLLM = (
 
 
 def forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, num_tokens: int) -> None:
-    """Remove blocks from vLLM's prefix cache that a request was to fill in a step that no longer computes the request.
+    """Remove a preempted request's blocks from vLLM's prefix cache if the step that was to fill them omits the request.
 
     Other blocks with the same tokens may be removed, too; they can be loaded from the host pool.
 
     Args:
+        block_pool: vLLM's pool of device blocks.
         group_id: KV cache group of the blocks.
-        num_tokens: tokens of the request after that step.
+        request: the preempted request.
+        num_tokens: number of tokens that the request would have had after that step.
     """
     block_size = block_pool.hash_block_size
     last = min(num_tokens // block_size, len(request.block_hashes))

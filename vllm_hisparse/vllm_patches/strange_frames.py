@@ -11,7 +11,7 @@ import re
 from functools import wraps
 
 RELEASES = ">=0.32"
-DELETE = "kv_manager/tiers/p2p_tier.py, for which vLLM's own tier can stand; tests/kv_manager/tiers/test_p2p_tier.py"
+DELETE = "kv_manager/tiers/p2p_tier.py, because vLLM's own tier will do; tests/kv_manager/tiers/test_p2p_tier.py"
 VLLM = (
     "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport._recv_router",
     "vllm.v1.kv_offload.tiering.p2p.control.zmq.ZmqTransport.poll",

@@ -1,7 +1,7 @@
 """vLLM's stand-in for Triton lacks a function that the launcher of a quantisation kernel calls on the host.
 
-Kernels can be replaced where there is no Triton, but `per_token_group_quant_fp8` ends before it launches its own
-(`vllm/triton_utils/importing.py`).
+Without Triton, another implementation of a kernel can be registered, but `per_token_group_quant_fp8` fails before it
+launches the kernel (`vllm/triton_utils/importing.py`).
 """
 
 from __future__ import annotations
