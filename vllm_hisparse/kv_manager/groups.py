@@ -24,8 +24,9 @@ class DeviceGroups:
     full-KV layers and draft layers has none.
 
     Attributes:
-        hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`, or None.
-        hot_group, resident_group: the groups, or None; their layers run in model order.
+        hot_group_id, resident_group_id: positions in `KVCacheConfig.kv_cache_groups`; the second is None if the model
+            has no device-resident KV.
+        hot_group, resident_group: the groups; the second may be None in the same way. Their layers run in model order.
         hot_spec: KV cache spec of one layer with hot rows.
         device_kv_bytes: bytes of the device KV cache.
     """

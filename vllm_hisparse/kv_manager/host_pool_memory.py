@@ -32,7 +32,7 @@ class HostPoolLayout:
 
     @property
     def main_shape(self) -> tuple[int, int, int]:
-        """Shape of these bytes: (layers, blocks, bytes of a block in one layer)."""
+        """Shape of the bytes in `main_kv`: (layers, blocks, bytes of a block in one layer)."""
         return self.kv.num_layers, self.num_blocks, self.kv.main_block_bytes // self.kv.num_layers
 
     @property
@@ -42,7 +42,7 @@ class HostPoolLayout:
 
     @property
     def resident_shape(self) -> tuple[int, int]:
-        """Shape of these bytes: (blocks, bytes of a block in all layers)."""
+        """Shape of the bytes in `resident_kv`: (blocks, bytes of a block in all layers)."""
         return self.num_blocks, self.kv.saved_block_bytes
 
 

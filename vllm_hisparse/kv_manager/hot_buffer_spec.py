@@ -25,8 +25,8 @@ class HotBufferSpec(AttentionSpec):
     lets a block hold fewer rows.
     """
 
-    device_buffer_size: int  # tokens
-    elastic: bool  # whether the hot buffer grows with the sequence
+    device_buffer_size: int  # hot rows of a layer, in tokens
+    elastic: bool  # True if the hot buffer grows with the sequence
     layout: KVLayout  # sizes of the whole model, for the connector
 
     @classmethod

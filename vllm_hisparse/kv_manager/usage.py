@@ -18,9 +18,9 @@ class Usage:
     Attributes:
         step: number of the last step that is counted.
         hits, misses: selected units that were hot, and that were copied.
-        curves: for some of the layers that select, by their number among these: share of a selection that a hot buffer
-            of each of `SIZES` would miss, from a step of one request, NaN for sizes that this does not determine. None:
-            no request was sampled.
+        curves: number of a layer among the layers that select -> share of a selection that hot buffers of `SIZES` would
+            miss, NaN for sizes that are not known. Each report has some of the layers, and one step of one request.
+            None: no request was sampled.
     """
 
     step: int
@@ -91,14 +91,14 @@ class MeanCurve:
         return not np.isnan(self.shares[0])
 
     def missed(self, sizes: np.ndarray, wholes: np.ndarray) -> np.ndarray:
-        """Estimate the share of a selection that is missed, in any shape.
+        """Return the estimated share of a selection that is missed, in the shape of the arguments.
 
         Beyond the largest known size, misses are assumed to fall linearly to 0 at the size that holds the whole
         sequence; real curves fall faster.
 
         Args:
-            sizes: rows of hot buffers, in selections.
-            wholes: rows of the sequences, in selections.
+            sizes: float64 of any shape, rows of hot buffers in multiples of a selection.
+            wholes: float64 of the same shape, rows of the sequences in multiples of a selection.
         """
         known = ~np.isnan(self.shares)
         last = int(np.flatnonzero(known)[-1])

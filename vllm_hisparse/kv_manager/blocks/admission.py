@@ -17,9 +17,9 @@ from vllm_hisparse.kv_manager.usage import MeanCurve, Usage
 
 TOLERANCE = 0.01  # share of the tokens/s that may be lost before requests are held back
 GROWTH, SHRINKAGE = 1.5, 0.75  # factors of the most and fewest measured requests, between which predictions are trusted
-DECISIONS = 4  # predictions that an engine makes before it trusts them, and that must then agree on a higher limit
+DECISIONS = 4  # predictions before the first limit; later, as many must agree before the limit rises
 MIN_STEPS = 4  # decode steps that a measurement needs
-MAX_STEPS_WITHOUT = 128  # steps for which requests wait for these predictions; then the limit of the last one holds
+MAX_STEPS_WITHOUT = 128  # steps for which requests wait for these predictions; then the latest limit, if any, holds
 ROW_RATE = 40e9  # assumed bytes/s of copied rows, until a measurement; an H200 reaches 36 to 46 GB/s
 EXCESS_WEIGHT = 0.25  # weight of the newest difference between counted and estimated misses
 MAX_LENGTHS, MAX_NUMBERS = 16, 96  # largest numbers of lengths, and of numbers of requests, in a prediction
@@ -147,7 +147,7 @@ class Prediction:
         return self.largest < self.numbers[-1]
 
     def describe(self, index: int) -> tuple[int, float, float]:
-        """Return number, rate, and percent of a step that waits for copies."""
+        """Return the number of requests, their rate, and the percentage of a step in which it waits for copies."""
         return int(self.numbers[index]), float(self.rates[index]), 100 * float(self.copy_shares[index])
 
 

@@ -43,7 +43,7 @@ class PrivateKey:
 
 
 class BlockKeys:
-    """Index of blocks by key: a block has at most one key, and a key finds one block."""
+    """Index of blocks by key: a block has at most one key, and no two blocks have the same key."""
 
     def __init__(self, num_blocks: int):
         self._by_block: list[Hashable | None] = [None] * num_blocks
@@ -54,7 +54,7 @@ class BlockKeys:
         return self._by_block[block_id]
 
     def find(self, key: Hashable) -> int | None:
-        """The block that a key finds; None if there is none."""
+        """The block that has a key; None if there is none."""
         return self._by_key.get(key)
 
     def assign(self, block_id: int, key: Hashable) -> None:
@@ -275,7 +275,7 @@ class HostBlockPool:
         return self._keys.find(block_hash)
 
     def is_cached(self, block_id: int) -> bool:
-        """True if a block is found by its key, and no request uses it."""
+        """True if a block is cached: it has a key, and is neither referenced by a request nor pinned."""
         return block_id in self._evictable
 
     def hash_of(self, block_id: int) -> Hashable | None:
@@ -338,7 +338,7 @@ class HostBlockPool:
         return block_ids
 
     def take_newly_published(self) -> list[int]:
-        """Blocks that requests have published since the last call; the steps that fill them may not be over."""
+        """Blocks that requests have published since the last call; the steps that fill these may still run."""
         assert self._newly_published is not None
         block_ids, self._newly_published = self._newly_published, []
         return block_ids

@@ -51,7 +51,7 @@ class HotBlockManager(CircularBufferManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Cap the device's prefix hit, which is the other group's, to the prefix that the host pool holds.
+        """Return the length of the prefix that the host pool holds, to which vLLM cuts the other group's prefix hit.
 
         NOTE: without another group there is no device hit, and the connector reports every hit of the host pool.
         """
@@ -96,7 +96,7 @@ class HotBlockManager(CircularBufferManager):
         return new_blocks
 
     def free(self, request_id: str) -> None:
-        # NOTE: vLLM calls this only if the next owner writes to the blocks after the steps in flight have.
+        # NOTE: vLLM calls this only if the next owner of the blocks cannot write to them before the steps in flight.
         blocks = self._take_blocks(request_id, last_step=self.tracker.deferred.num_processed)
         self.block_pool.free_blocks(reversed(blocks))
 

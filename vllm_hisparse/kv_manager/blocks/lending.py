@@ -62,7 +62,9 @@ def plan(borrowers: Mapping[str, Borrower], num_blocks: int, num_available: int)
 
 
 def blocks_wanted(borrowers: Mapping[str, Borrower], num_blocks: int) -> dict[str, int]:
-    """Say how many blocks each request wants. If there are enough for all only without margins, none wants a margin.
+    """Return the lent blocks that each request wants: request id -> number.
+
+    If there are enough blocks for all requests only without margins, no request wants a margin.
 
     Args:
         borrowers: request id -> request.

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 STEPS_PER_BALANCE = 16  # steps between two divisions of free blocks, if no blocks are needed earlier
 STEPS_IN_FLIGHT = 2  # steps whose tokens the scheduler does not know yet, at most
-MAX_STEPS_OF_REFUSAL = 8  # consecutive steps that refuse a request for want of device blocks; then all lent ones return
-SLACK_SHARE = 1 / 4  # share of the reserve that stays free in addition, so that it lasts until the next balance
+MAX_STEPS_OF_REFUSAL = 8  # consecutive steps in which a request lacks device blocks, before all lent blocks come back
+SLACK_SHARE = 1 / 4  # addition to the blocks kept for running requests, so that they suffice until the next balance
 
 
 class Obstacle(Enum):
-    """Why a request could not start when vLLM last asked for it, other than a lack of device blocks."""
+    """Reason why a request could not start when vLLM last asked for it, other than a lack of device blocks."""
 
     HOST_POOL_FULL = auto()
     HELD_BACK = auto()  # more running requests would decode fewer tokens per second
@@ -61,7 +61,8 @@ class AdmittedRequest:
         unsaved_blocks: index -> device block id, for later blocks that hold device-resident KV.
         is_decoding: True if its last step computed no more tokens than a decoding step does; dense models only.
         last_start: tokens that were computed when its last step was scheduled, drafts included; sessions only.
-        restored_in: number of the step that restores what a prefill instance has sent; 0: none does.
+        restored_in: number of the step that copies to the device the KV that a prefill instance has sent to the host;
+            0: none does.
     """
 
     first_hot_block_id: int
@@ -115,8 +116,8 @@ class RequestTracker:
 
     Free device blocks are lent to running requests as hot blocks beyond their own (`lending.py`), and come back before
     vLLM runs out of blocks. Blocks that running requests may need in their next steps stay free. If vLLM has refused a
-    request for want of device blocks, the blocks that this request and the requests behind it need to start stay free
-    as well. A request that waits for anything else takes no blocks away from running requests.
+    request because device blocks were missing, the blocks that this request and the requests behind it need to start
+    stay free as well. A request that waits for anything else takes no blocks away from running requests.
 
     Args:
         host_pool: the host pool.
@@ -133,8 +134,8 @@ class RequestTracker:
         requests: request id -> request, from its arrival to its end.
         sessions: ids of the requests whose prompt arrives in turns.
         admitted: request id -> blocks of a request, if it holds any.
-        obstacles: request id -> why the request could not start when vLLM last asked for it. vLLM asks for the first
-            request of its queue, so most requests behind it have no entry.
+        obstacles: request id -> reason why the request could not start when vLLM last asked for it. vLLM asks for the
+            first request of its queue, so most requests behind it have no entry.
         kept: device blocks of preempted requests that are being copied to the host.
         pulls: requests whose KV is being pulled from prefill instances.
     """
@@ -176,10 +177,11 @@ class RequestTracker:
         self._released: list[int] = []
         self._preemption_saves: BlockPairs = []
         self._restores: BlockPairs = []
-        self._received: dict[str, BlockPairs] = {}  # request id -> restores of what a prefill instance has sent
+        self._received: dict[str, BlockPairs] = {}  # request id -> restores of KV that a prefill instance has sent
         # State of the step that vLLM is scheduling
         self._is_scheduling = False
-        self._asked: str | None = None  # the request that vLLM last asked for; None once it has its blocks
+        # The request that vLLM last asked for, if only device blocks can be missing; None once it has its blocks
+        self._asked: str | None = None
         # Lending
         sizes = self.max_model_len, max_num_batched_tokens, kv_cache_manager.watermark_blocks
         self._needs = BlockNeeds(self.spec, *sizes)
@@ -187,7 +189,7 @@ class RequestTracker:
         self._num_complete_requests = 0
         self._steps_to_balance = self._steps_of_refusal = 0
         self._num_wanted = self._num_taken_back = 0
-        self._num_whole_blocks = 0  # with which all requests would be hot as a whole, about
+        self._num_whole_blocks = 0  # about the device blocks with which all requests would be hot as a whole
 
     # Arrival and end
 
@@ -361,8 +363,8 @@ class RequestTracker:
 
         Args:
             request_id: id of the request.
-            last_step: the last step that may write its blocks; its host blocks are kept until that step is over, and
-                until the step is over that restores from them what a prefill instance has sent.
+            last_step: the last step that may write its blocks. Its host blocks are kept until that step is over; if a
+                later step copies KV from them that a prefill instance has sent, until the later step is over.
 
         Returns:
             The request's state blocks and lent blocks, for the caller to free.
@@ -422,7 +424,7 @@ class RequestTracker:
         return self.host_pool.can_allocate(max(num_tokens, self._num_reserved(request_id)), self.match(request_id))
 
     def _num_reserved(self, request_id: str) -> int:
-        """Tokens to reserve at admission: the request's own, and its first drafts, which cannot preempt others."""
+        """Tokens to reserve at admission: the request's own, and its first drafts, because drafts preempt nothing."""
         num_drafts = self.layout.max_query_len - 1
         if self.has_draft_layers:
             num_drafts *= 2  # vLLM also asks for room for the tokens that the draft layer proposes next
@@ -482,7 +484,7 @@ class RequestTracker:
     # Lending
 
     def lent_row_counts(self) -> dict[str, int]:
-        """Hot rows that are lent, and hot rows that requests wanted when blocks were last divided."""
+        """Gauges: hot rows that are lent, and hot rows that requests wanted to borrow when blocks were last divided."""
         num_lent = sum(len(admitted.lent) for admitted in self.admitted.values())
         return {"hot_rows_lent": self._rows_of(num_lent), "hot_rows_wanted": self._rows_of(self._num_wanted)}
 
@@ -492,7 +494,7 @@ class RequestTracker:
         return self._rows_of(num_blocks)
 
     def _rows_of(self, num_blocks: int) -> int:
-        """Hot rows of a mean layer in blocks."""
+        """Number of hot rows that a mean layer has in `num_blocks` device blocks."""
         return round(num_blocks * self.layout.mean_rows)
 
     def _balance(self, num_scheduled: Mapping[str, int]) -> None:
@@ -529,6 +531,8 @@ class RequestTracker:
 
     def _num_to_keep_free(self, num_growing: int, num_scheduled: Mapping[str, int]) -> int:
         """Blocks that running requests may need in their next steps, and waiting ones if one of them was refused.
+
+        After more than `MAX_STEPS_OF_REFUSAL` steps of refusal, these are all device blocks.
 
         NOTE: a step that has no tokens left for a waiting request computes a chunk of some prompt. Blocks for one more
         chunk stay free in that case, with which the waiting request can start in the next step. They also stay free
@@ -656,10 +660,10 @@ class RequestTracker:
         return metadata
 
     def _drop_turns_that_go_back(self, num_scheduled: Mapping[str, int]) -> None:
-        """Let the worker forget a session if its turn begins before the start of its last step.
+        """Let the worker forget a session whose new turn begins before the start of the session's last step.
 
         NOTE: a turn that ends at an accepted draft drops the drafts after it. A step in flight may have treated these
-        as accepted: their rows are on the device, and the algorithm's state includes them.
+        drafts as accepted. Then their rows are on the device, and the algorithm's state includes them.
         """
         for request_id in sorted(self.sessions & num_scheduled.keys()) if self.has_drafts else ():
             if self.admitted[request_id].record_step_start(self.requests[request_id].num_computed_tokens):

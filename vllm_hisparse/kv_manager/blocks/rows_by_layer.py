@@ -17,7 +17,7 @@ MARGIN = 0.01  # added to the least share, because shares are rounded to two dec
 STEP = 0.25  # distance of the sizes that are looked at, in selections
 FIRST_LOOKS = 8  # looks at each layer before the first log line; each further line needs twice as many
 LEAST_GAIN = 0.05  # share of the misses that a division has to save
-NEAR_END = 1.4  # a curve goes on as it falls between the largest known size and this part of it
+NEAR_END = 1.4  # a curve falls beyond its largest known size as between this size / `NEAR_END` and this size
 
 
 class RowsByLayer:
@@ -123,9 +123,9 @@ class RowsByLayer:
 
 
 def best_division(misses: np.ndarray, budget: int, group_sizes: np.ndarray) -> np.ndarray:
-    """Divide memory among groups of layers, always to the group that saves most misses per row.
+    """Divide memory among groups of layers. Each move gives rows to the group that saves most misses per row.
 
-    It looks at every number of rows (utility-based cache partitioning).
+    A move may give any number of rows (utility-based cache partitioning).
 
     Args:
         misses: [groups, n] float64 misses of a layer with each of n sizes, which are equally far from each other.

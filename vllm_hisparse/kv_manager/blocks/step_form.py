@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm_hisparse.kv_manager.usage import Usage
 
-# Bytes of rows that a step copies in a layer. Microbatches cost 25 to 40 us in a layer of DeepSeek-V3.2 on an H200, and
-# hide a part of the copies, of which the link carries 40 GB/s.
+# Least bytes of rows that a step must copy in a layer to be divided. Microbatches cost 25 to 40 us in a layer of
+# DeepSeek-V3.2 on an H200, and hide a part of the copies, which take as long for this many bytes (at 40 GB/s).
 MIN_COPIED_BYTES = 1_600_000
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 MAX_STEPS = 256  # steps that are kept until a report of the workers covers them
-OUTLIER = 3.0  # a step of more than so many medians is left out, because the engine did other work, too
+OUTLIER = 3.0  # a step that took more than so many medians is left out, because the engine did other work, too
 
 
 @dataclass
@@ -35,7 +35,7 @@ class MeasuredSteps:
     """Steps between two reports of the workers.
 
     Attributes:
-        request_steps: steps of all requests.
+        request_steps: sum of the steps' numbers of requests.
         num_decoding: steps in which every request decoded, without outliers.
         requests: mean number of requests in these steps; 0 if there are none.
         seconds: mean time of these steps; 0 if there are none.
