@@ -49,7 +49,7 @@ class BlockCopier:
     def shutdown(self) -> None:
         """Wait for the running copies, and unmap the host blocks."""
         self._threads.shutdown(cancel_futures=True)
-        with suppress(BufferError):  # a copy that failed is still looked at
+        with suppress(BufferError):  # the traceback of a copy that failed may still refer to the memory
             self.hosts.close()
 
     def _save(self, block_id: int, chunk_id: int, key: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the host blocks that are stored in the tiers, and the time."""
+"""Chooses which host blocks are stored in the tiers, and when."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BlockStores:
         self._waiting: OrderedDict[int, tuple[bytes, int]] = (
             OrderedDict()
         )  # block -> (hash, last step that may write it)
-        self._known: dict[int, bytes] = {}  # block -> hash whose tiers are known
+        self._known: dict[int, bytes] = {}  # block -> hash, if the tiers remember whether they have it
 
     @property
     def has_waiting(self) -> bool:
@@ -54,7 +54,7 @@ class BlockStores:
         for block_id in self.host_pool.take_newly_cached():
             block_hash = self.host_pool.hash_of(block_id)
             if block_hash is not None and self._is_lacking(block_id, block_hash):
-                # NOTE: it goes to the end, because no block behind one that waits for a later step is looked at.
+                # NOTE: the block goes to the end, because `_next_batch` stops at a block whose step is not over.
                 waiting, _ = self._waiting.pop(block_id, (block_hash, 0))
                 self._num_dropped += waiting != block_hash
                 self._waiting[block_id] = (block_hash, deferred.num_scheduled)

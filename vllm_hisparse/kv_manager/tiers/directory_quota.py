@@ -18,7 +18,7 @@ TEMPORARY = ".tmp"  # part of the names of files that are being written
 ABANDONED_S = 600.0  # seconds after which such a file counts as left by a killed engine
 RESCAN_S = 600.0  # seconds between scans, because other engines may write to the directory, too
 RETRY_S = 30.0  # seconds from a scan that could not read everything to the next
-READ_BYTES = 1 << 20  # at a time
+READ_BYTES = 1 << 20  # bytes that are read at a time
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # errors of opening a file that say nothing about the file
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -61,7 +61,7 @@ class DirectoryQuota:
 
     def take_deleted(self) -> list[str]:
         """Paths of the files that this engine has deleted since the last call, because of the quota or because they
-        could not be read, and of those that a scan has missed since then.
+        could not be read, and of files that were gone when they were counted anew.
         """
         return [self._deleted.popleft() for _ in range(len(self._deleted))]
 
@@ -133,7 +133,7 @@ class DirectoryQuota:
             with open(path, "rb") as file:
                 while file.read(READ_BYTES):
                     pass
-            return  # it was the reader's fault, or has passed
+            return  # the file can be read: the error was the reader's, or has passed
         except OSError as error:
             if error.errno in NO_DESCRIPTORS:
                 return

@@ -44,7 +44,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
         being_written = offloading_spec.max_stores * self.block_size_bytes
         self.quota = DirectoryQuota(self._folder(), max(quota_bytes - being_written, self.block_size_bytes))
         self._stores: dict[int, list[str]] = {}  # job -> paths
-        self._loads: dict[int, list[str]] = {}  # in the order in which the files are read
+        self._loads: dict[int, list[str]] = {}  # job -> paths, in the order in which vLLM reads them
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._stores[job_metadata.job_id] = self._paths(job_metadata.keys)
@@ -74,7 +74,7 @@ class QuotaFileSystemTier(FileSystemTierManager):
             self.quota.unreadable(paths[num_read])
 
     def take_deleted(self) -> list[OffloadKey]:
-        """Keys of the blocks that were deleted because of the quota, or could not be read, since the last call."""
+        """Return the keys of the blocks whose files were deleted, or were gone at a scan, since the last call."""
         keys = []
         for path in self.quota.take_deleted():
             with suppress(ValueError):  # not the name of a block

@@ -72,10 +72,10 @@ class GuardedTier(SecondaryTierManager):
         self.tier, self.has_failed = tier, False
         self.tier_type, self.locality, self.medium = tier.tier_type, tier.locality, tier.medium
         self.cache_hit_source = tier.cache_hit_source
-        self._own_results: list[JobResult] = []  # of jobs that the tier did not get, or that it failed in
+        self._own_results: list[JobResult] = []  # results of jobs that the tier never got, or did not end
         self._jobs: set[int] = set()
         self._peer_jobs: dict[int, int] = {}  # jobs that the tier has begun for other instances -> chunks
-        self._requests: dict[str, ReqContext] = {}  # of other instances
+        self._requests: dict[str, ReqContext] = {}  # requests that the tier has begun for other instances
         self._has: set[OffloadKey] = set()  # blocks that the tier has, or is storing; forgotten with the host block
         self._stores: dict[int, Sequence[OffloadKey]] = {}  # job -> blocks that the tier is storing
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # version of the format of a stored block; a change makes old directories unreadable
 IDENTITY = "hisparse.json"  # file in a directory of blocks, with their `BlockIdentity`
 FIRST_PARTS = ("model", "dtype", "layout", "num_pools", "hash_algorithm", "hash_seed", "format")  # in every such file
-LATER_PARTS = (  # in files of later versions alone
+LATER_PARTS = (  # only in files of later versions
     *("quantization", "hf_overrides", "load_format", "selection", "multimodal"),
     *("hf_config", "quantization_config", "long_rope"),
 )
@@ -170,7 +170,7 @@ class BlockIdentity:
 
 
 def _multimodal_options(config: MultiModalConfig) -> str | None:
-    """Return the options that change what a model computes of an image, but not the image's hash; None: no such one.
+    """Return the options that change the embeddings of an image, but not its hash; None if no such option is set.
 
     NOTE: vLLM hashes the kwargs of a request, but not those of the engine.
     """
@@ -217,8 +217,13 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class TierSpec:
-    """The part of an `OffloadingSpec` that vLLM's tiers read, and the number of blocks that may be on their way to
-    them.
+    """The part of an `OffloadingSpec` that vLLM's tiers read.
+
+    Attributes:
+        config: configuration of vLLM's offloading.
+        max_stores: number of blocks that may be on their way to the tiers at once.
+        blocks_per_chunk: blocks of a chunk of the transfer buffer.
+        kv_events_config: events that vLLM's tiers publish: none.
     """
 
     config: OffloadingConfig
@@ -277,7 +282,10 @@ def build_tiers(
     manager = HostTierManager(primary, tiers, host_pool, BlockCopier(hosts, buffer))
     for tier in config.tiers:
         logger.info(
-            "HiSparse tier: %s. Blocks of %.2f MiB pass through a buffer of %d.", tier, block_bytes / 2**20, num_chunks
+            "HiSparse tier: %s. Blocks of %.2f MiB pass through a buffer of %d blocks.",
+            tier,
+            block_bytes / 2**20,
+            num_chunks,
         )
     return Tiers(manager, host_pool, _sources(vllm_config, config), config.tier_timeout_s, clock)
 

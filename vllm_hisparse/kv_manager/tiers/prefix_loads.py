@@ -21,7 +21,7 @@ MAX_WINDOW = 32  # blocks of a prefix that are looked up, loaded and copied at o
 MAX_ORIGINS = 10_000  # blocks whose source is remembered
 LOADS_SHARE = 0.5  # share of the transfer buffer for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source; each doubles the last
-MIN_LOOKS = 10  # checks of a load before it is given up: between two of them, a tenth of its timeout counts at most
+MIN_LOOKS = 10  # least checks of a load before it is given up: at most a tenth of its timeout counts between two checks
 MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
 MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
 COUNTERS = (
@@ -47,7 +47,7 @@ class Source:
         name: name in the log.
         kind: name in vLLM's metrics.
         retry_at: time from which the source may be asked again.
-        pause_s: seconds for which it is not asked, the next time it does not answer.
+        pause_s: length of its next pause, in which it is not asked, because it has not answered.
         answered_at: time when the last block came from it.
     """
 
@@ -62,10 +62,14 @@ class Source:
         self.pause_s, self.answered_at = RETRY_S, now
 
     def mark_silent(self, since: float, now: float) -> None:
-        """Do not ask this source for a while, because a load has waited in vain since a time.
+        """Begin a pause of this source, because a load has waited for it in vain.
 
-        Nothing happens if the source is not asked already, because all loads that wait for it are given up together;
-        nor if other loads have got blocks from it since.
+        Nothing happens during a pause, because all loads that wait for the source are given up together; nor if other
+        loads have got blocks from it since `since`.
+
+        Args:
+            since: time from which on the load has waited.
+            now: the present time.
         """
         if now >= self.retry_at and self.answered_at <= since:
             self.retry_at = now + self.pause_s
@@ -242,8 +246,9 @@ class PrefixLoads:
     def must_wait(self, request_id: str, has_room: bool) -> bool:
         """Return True if a request should wait until another load has ended.
 
-        It should not wait if a load can begin now. If it has waited long enough, or many others wait, it goes on
-        without a load. Time in which it has no memory counts, or else small requests could overtake it again and again.
+        The request should not wait if its own load can begin now. If it has waited for `timeout_s`, or `MAX_WAITING`
+        others wait, it goes on without a load. Time in which the pool has no room for it counts, because otherwise
+        small requests could overtake it again and again.
 
         Args:
             request_id: id of the request.
@@ -333,8 +338,8 @@ class PrefixLoads:
     def _look(self, request_id: str) -> None:
         """Move a load on, and end it if it is over or takes too long.
 
-        NOTE: vLLM's tiers do not allow a load to end in the step in which it asks for a block. It does not: to ask is
-        progress, so the load is not silent, and a load that has taken too long in all ends before it asks.
+        NOTE: vLLM's tiers do not allow a load to end in the step in which it asks for a block. This cannot happen:
+        asking is progress, so the load is not silent, and a load that has taken too long in all ends before it asks.
         """
         load, now = self._loads[request_id], self._clock()
         load.look(now, self.timeout_s / MIN_LOOKS)

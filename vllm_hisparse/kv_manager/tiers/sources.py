@@ -36,7 +36,7 @@ class Sources:
     def __init__(self, engine_id: str, store_names: Sequence[str], peers: Peers | None, peers_first: bool):
         self.engine_id, self.peers, self.peers_first = engine_id, peers, peers_first
         self.stores = Source(" and ".join(store_names), CacheHitSource.DISK) if store_names else None
-        self._by_address: OrderedDict[tuple[str, int], Source] = OrderedDict()  # those that are gone first
+        self._by_address: OrderedDict[tuple[str, int], Source] = OrderedDict()  # peers that are gone come first
         self._numbers = count()
 
     def contexts(self, request_id: str) -> list[tuple[Source, ReqContext]]:

@@ -26,7 +26,7 @@ from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
 STORE_SHARE = 0.25  # share of the transfer buffer that stores may take; the rest is for loads and for peers
 _NOBODY = ReqContext("nobody")  # a lookup with this context belongs to no request
-MAX_PEER_COPIES = 64  # host blocks that may be on their way into the buffer at once for peers
+MAX_PEER_COPIES = 64  # copies into the buffer, for peers and for stores, during which no copy for a peer begins
 
 
 class BufferTier(CPUPrimaryTierOffloadingManager):
@@ -89,8 +89,8 @@ class HostTierManager(TieringOffloadingManager):
     def num_stores_left(self) -> int:
         """Number of blocks that may be saved now to be stored.
 
-        NOTE: blocks for peers count only beyond as large a share, or else nothing would be stored while peers ask for
-        blocks all the time.
+        NOTE: peers have a share of their own, as large as that of the stores, and only chunks beyond it count here.
+        Otherwise nothing would be stored while peers ask for blocks all the time.
         """
         share = int(self.num_chunks * STORE_SHARE)
         num_saves = sum(len(save.blocks) for save in self._saves if not save.is_for_peer)
@@ -132,7 +132,7 @@ class HostTierManager(TieringOffloadingManager):
             blocks: key -> host block.
 
         Returns:
-            False if the buffer has no room for those that are not in it.
+            False if the buffer has no room for the blocks that are not in it yet.
         """
         context = ReqContext(f"store:{next(self._numbers)}")
         self.on_new_request(context)
