@@ -31,7 +31,7 @@ def make_algorithm(config: HiSparseConfig, spec: AttentionSpec, vllm_config: Vll
     """
     model = vllm_config.model_config
     num_heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    dtype = spec.dtype if spec.dtype.is_floating_point else model.dtype  # bytes of KV in fp8 are no keys
+    dtype = spec.dtype if spec.dtype.is_floating_point else model.dtype  # fp8 KV is stored as uint8
     shape = AttentionShape(num_heads, spec.num_kv_heads, spec.head_size, dtype)
     return config.make_algorithm(shape, model.max_model_len, max_query_len(vllm_config))
 
@@ -106,9 +106,9 @@ class AlgorithmState:
         return self._progress[request_index].is_decoding
 
     def begin_decoding(self, request_index: int, position: int) -> tuple[KeySpan, ...]:
-        """Keys to represent before a request decodes the token at `position`.
+        """Return the keys to represent before a request decodes the token at `position`.
 
-        From then on, each token is represented when it is decoded, so there is nothing to do if the request decodes
+        From then on, each token is represented when it is decoded. Therefore nothing is returned if the request decodes
         already.
         """
         progress = self._progress[request_index]
@@ -121,7 +121,7 @@ class AlgorithmState:
         return (span,) if span.first < span.last else ()
 
     def prefill(self, request_index: int, first: int, last: int) -> tuple[KeySpan, ...]:
-        """Keys to represent when positions [first, last) of a prompt are on the host."""
+        """Return the keys to represent when positions [first, last) of a prompt are on the host."""
         progress, needs_whole_prompt = self._progress[request_index], self.algorithm.needs_whole_prompt
         if progress.is_decoding:
             if last - first == 1:

@@ -191,8 +191,8 @@ class MLADecodeStep(DecodeStep):
 
     Attributes:
         newest_row_ids: [n, max_batch * max_query_len] int64 flat hot row of each new position, request by request, -1
-            for padding. Layers of a class share them, n being the number of classes, unless requests may have equal
-            rows; then n is the number of layers, in the order of their classes.
+            for padding. n is the number of row classes, because the layers of a class share the ids. If requests may
+            have equal rows, n is the number of layers, in the order of their classes.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ def view_units(cache: torch.Tensor, heads: KVHeads) -> HotRows:
     Args:
         cache: [num_device_blocks, num_kv_heads, rows per hot block, 2 * head_size]; the distance from one block to the
             next is a whole number of heads' parts.
-        heads: gives that number, and the rows of a unit.
+        heads: numbering of the parts; has that number (`head_stride`), and the rows of a unit.
     """
     num_blocks, num_heads, rows_per_block, width = cache.shape
     num_parts = heads.device_parts(num_blocks - 1).stop

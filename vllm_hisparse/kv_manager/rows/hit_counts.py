@@ -67,7 +67,7 @@ class HitCounts:
         self._released.append((first_hot_block_id, request_index, CountSnapshot(counts)))
 
     def take_released(self) -> list[tuple[int, int, int]]:
-        """First hot block id, hits and misses of released requests, in order of release.
+        """Return first hot block id, hits and misses of the requests released since the last call, in order of release.
 
         The list ends before the first request whose counts have not arrived on the host yet.
         """
@@ -81,7 +81,10 @@ class HitCounts:
         return taken
 
     def take(self) -> tuple[int, int]:
-        """Hits and misses of all requests since the last report; counts of a device arrive some calls later."""
+        """Return hits and misses of all requests since the last copy of the counts that arrived; (0, 0) if none is new.
+
+        On a device, the counts are copied once in `takes_per_snapshot` calls, and arrive some calls later.
+        """
         if self._total is None:
             self._num_takes += 1
             if self._num_takes % self._takes_per_snapshot:

@@ -49,7 +49,7 @@ class HostKVStore:
             for name, start in zip(main_layers, starts, strict=True)
         }
         self.resident_kv = flat[layout.resident_kv].view(layout.resident_shape)
-        self._access: PinnedMemory | ManagedMemory | None = None  # of the device
+        self._access: PinnedMemory | ManagedMemory | None = None  # the device's access to the memory
         self._conversion: KeyConversion | None = None
         self.pool, self._device_view = flat, self.resident_kv
         self._layout, self._memory = layout, memory
@@ -76,7 +76,10 @@ class HostKVStore:
         return self.pool if self._access is None else self._access.device_view(self.pool)
 
     def saved_layers(self, layer_bytes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Copies of device-resident KV by layer, in a torch storage of their own (NOTE: as vLLM's NIXL worker expects).
+        """Return the copies of device-resident KV by layer.
+
+        NOTE: all layers share a torch storage that has nothing else in it, because vLLM's NIXL worker assumes that
+        layers of one storage lie side by side in every block.
 
         Args:
             layer_bytes: layer -> bytes of a block, in the order of a host block.
@@ -136,7 +139,7 @@ class HostKVStore:
         Args:
             source, target: [blocks, bytes of all layers] uint8.
             pairs: (source, target) block ids.
-            convert: from the source's form of blocks to the target's; None: they are the same.
+            convert: function that turns blocks from the source's form into the target's; None: the forms are equal.
         """
         if not pairs:
             return

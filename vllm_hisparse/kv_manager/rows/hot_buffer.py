@@ -86,8 +86,8 @@ class Seeds:
         seq_indices: [num_heads] int64 sequence indices.
         first, last: the units, half-open.
         hot_row_ids: [num_heads, last - first] int64 flat hot row of each unit in the first layer of the row class.
-        moves: [num_heads, last - first] bool, True where the hot row is `HotRows.equal_offset` from its place in blocks
-            that are not divided equally; None: nowhere.
+        moves: [num_heads, last - first] bool, True if the unit's block is divided equally among layers, so that
+            `HotRows.equal_offset` is part of its row id; None: no request has equal rows.
         entries: [num_heads, last - first] int64 entry of each unit in a residency.
         held: [num_heads, last - first] int32 unit that each entry holds from now on; -1 if there is no slot for it.
         stale_entries: [num_heads, n] int64 entries of hot rows that become empty.
@@ -189,9 +189,10 @@ class HotBuffer(ABC):
     ) -> None:
         """Set requests' hot blocks. Rows of blocks that a request did not have before become empty.
 
-        All rows of a request become empty if its blocks are divided in another way than before. If its blocks have
-        moved, the rows of its last step become empty, because the next step may compute these positions again (drafts
-        were rejected, or a session's turn drops tokens), and because the last units may be partial.
+        All rows of a request become empty if its blocks are divided in another way than before. If the request has lost
+        a block, or has another one in its place, the rows of its last step become empty, because the next step may
+        compute these positions again (drafts were rejected, or a session's turn drops tokens), and because the last
+        units may be partial.
 
         Args:
             changes: first hot block id -> change, as in `RequestTable.change_hot`.
@@ -201,7 +202,7 @@ class HotBuffer(ABC):
             self._change_hot_blocks(self.requests.change_hot(changes, equal_rows))
 
     def _change_hot_blocks(self, changed: HotBlockChanges) -> None:
-        """Make the rows empty that `change_hot_block_tables` says, after the change of the tables."""
+        """Make rows empty as `change_hot_block_tables` describes; the tables themselves have been changed already."""
         if len(changed.added):
             self.table.empty(changed.added)
         tables, stride = self.requests.hot_block_tables, self.heads.head_stride
@@ -291,7 +292,7 @@ class HotBuffer(ABC):
             seeds: result of `seeds`.
         """
         residency = self.residency[layer_index]
-        # NOTE: an assignment to `positions[entries]` would wait for the device, which torch sends the -1.
+        # NOTE: an assignment to `positions[entries]` would wait for the device, because torch copies the -1 there.
         residency.positions.index_fill_(0, seeds.stale_entries.flatten(), -1)
         held = seeds.held.flatten()[:, None].expand(-1, 2)  # position and expiry
         residency.entries.index_copy_(0, seeds.entries.flatten(), held)

@@ -9,7 +9,7 @@ import torch
 
 from vllm_hisparse.ops.indexer_keys import KEY_BYTES, TILE, WIDE_KEY_BYTES, narrow_blocks, widen_blocks
 
-NARROW_BYTES, WIDE_BYTES = TILE * KEY_BYTES, TILE * WIDE_KEY_BYTES  # of a block in a layer
+NARROW_BYTES, WIDE_BYTES = TILE * KEY_BYTES, TILE * WIDE_KEY_BYTES  # bytes of a block of keys in one layer
 
 
 class KeyConversion:
@@ -25,7 +25,7 @@ class KeyConversion:
     """
 
     def __init__(self, layers: Sequence[tuple[int, bool]]):
-        # Neighbours of one kind as one: whether they are keys, how many layers, bytes on the device and on the host.
+        # Runs of layers of one kind: True for keys, number of layers, their bytes on the device and on the host
         self._parts: list[tuple[bool, int, int, int]] = []
         for is_narrow, group in groupby(layers, key=lambda layer: layer[1]):
             sizes = [size for size, _ in group]
@@ -37,7 +37,7 @@ class KeyConversion:
         self.working_bytes = 2 * (self.device_bytes + self.host_bytes)  # keys are copied before and after
 
     def to_host(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The form in which the host keeps blocks: an exact copy.
+        """Return blocks in the form of the host. No precision is lost.
 
         Args:
             blocks: [blocks, device_bytes] uint8.
@@ -56,7 +56,7 @@ class KeyConversion:
         return wide
 
     def to_device(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The form in which the device keeps blocks: keys are quantised.
+        """Return blocks in the form of the device, with keys quantised.
 
         Args:
             blocks: [blocks, host_bytes] uint8.
@@ -75,7 +75,7 @@ class KeyConversion:
         return narrow
 
     def _places(self) -> Iterator[tuple[bool, int, slice, slice]]:
-        """For each part: whether it is keys, how many layers, its bytes in a device block and in a host block."""
+        """Yield for each part: True for keys, number of layers, its bytes in a device block and in a host block."""
         device = host = 0
         for is_narrow, num_layers, device_bytes, host_bytes in self._parts:
             yield is_narrow, num_layers, slice(device, device + device_bytes), slice(host, host + host_bytes)

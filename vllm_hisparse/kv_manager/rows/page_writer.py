@@ -18,7 +18,7 @@ class Writing(Protocol):
 
 
 class Done:
-    """A copy that was done when it returned."""
+    """A copy that was done when `write` returned."""
 
     def is_done(self) -> bool:
         return True
@@ -84,9 +84,12 @@ def make_page_writer(pool: torch.Tensor) -> PageWriter:
 
 
 def _rows(pool: torch.Tensor, page_bytes: int, places: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-    """Return rows of a pool among which all places are, and the [pages] int64 ids of these.
+    """View a pool as rows of `page_bytes` bytes, so that a row begins at each place.
 
-    NOTE: rows may overlap, because they begin at all multiples of a common divisor of the places.
+    NOTE: rows may overlap, because a row begins at every multiple of a common divisor of the places.
+
+    Returns:
+        The rows, [rows, page_bytes] uint8, and the id of the row at each place, [pages] int64.
     """
     step = int(np.gcd.reduce(places, initial=page_bytes))
     return pool.as_strided(((len(pool) - page_bytes) // step + 1, page_bytes), (step, 1)), places // step

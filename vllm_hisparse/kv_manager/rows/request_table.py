@@ -27,7 +27,7 @@ class HotBlockChanges:
     Attributes:
         seqs: [requests * num_heads] int64 sequence indices of the requests.
         added: [n] int64 blocks that a request did not have before.
-        moved: the requests that had blocks where they have others or none now, once for each row class.
+        moved: the requests that have lost a block, or have another one in its place; once for each row class.
     """
 
     seqs: torch.Tensor

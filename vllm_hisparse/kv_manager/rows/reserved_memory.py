@@ -1,8 +1,8 @@
 """Device memory beside the KV cache, held while vLLM measures how much is left for its KV cache.
 
 At the end of a profiling run, vLLM gives its KV cache all unallocated memory of its share of the device. Residency is
-proportional to the KV cache, so its size is known only afterwards. Therefore the largest possible size, and the import
-buffer's, is allocated before that run, and given back when the hot buffers are made.
+proportional to the KV cache, so its size is known only afterwards. Therefore memory of its largest possible size, and
+of the import buffer's size, is allocated before that run, and given back when the hot buffers are made.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reserve_memory(layout: KVLayout, vllm_config: VllmConfig, import_buffer_byte
 
 
 def release_memory() -> None:
-    """Give the memory back to torch, which needs it for residency and import buffer themselves."""
+    """Give the memory back to torch, so that residency and import buffer can be allocated in it."""
     if _reserve is not None:
         _reserve.memory = torch.empty(0, dtype=torch.uint8)
 

@@ -77,9 +77,9 @@ class UsageSampler:
         self._buffer, self._looks_at_rows = buffer, looks_at_rows
         self._selecting = [index for index, selects in enumerate(buffer.selects) if selects]
         self._num_steps = self._num_reports = 0
-        self._request_index = -1  # that was looked at last
-        self._slots: Slots | None = None  # of the next report
-        self._looks: list[HeldRows] = []  # after the latest steps
+        self._request_index = -1  # index of the request that was looked at last
+        self._slots: Slots | None = None  # slots for the next report
+        self._looks: list[HeldRows] = []  # contents of these slots after each of the latest steps
         self._reported = (0, 0)
         # Number of the step, counts, rows by age in some layers (None: no request), and the layers.
         self._pending: tuple[int, CountSnapshot, CountSnapshot | None, list[int]] | None = None
@@ -121,7 +121,7 @@ class UsageSampler:
         curves = None
         if ages is not None:
             held, used = ages.array
-            curves = miss_curves(held[:, :-1], used, self._scales(layers))  # not the highest ages, which are unknown
+            curves = miss_curves(held[:, :-1], used, self._scales(layers))  # ages in the last column are unknown
         if curves is None:
             return Usage(number, hits - before[0], misses - before[1])
         by_layer = curves.reshape(len(layers), self._buffer.heads.num_heads, -1).mean(1)
