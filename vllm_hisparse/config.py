@@ -119,7 +119,7 @@ class HiSparseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     top_k: int | None = Field(default=None, gt=0)
-    """Tokens attended per query and layer. Default: what the model's indexer selects, 2048 for a dense model."""
+    """Tokens attended per query and layer. Default: as many as the model's indexer selects, 2048 for a dense model."""
     device_buffer_size: int | None = Field(default=None, gt=0)
     """Hot rows per request and layer. Default: 2x top_k, or with drafts the selections of a step if these are more."""
     rows_by_layer: list[Share] | None = Field(default=None, min_length=1)
@@ -128,8 +128,8 @@ class HiSparseConfig(BaseModel):
     log_rows_by_layer: bool = False
     """True: log the list for `rows_by_layer` that would miss least, learned from the running requests."""
     elastic: bool = True
-    """True: hot buffers have the size of the sequence while this is shorter than `device_buffer_size`, and more than
-    that where device memory is free; else all have this size."""
+    """True: a hot buffer grows with its sequence up to `device_buffer_size`, and beyond while device memory is free.
+    False: every request has `device_buffer_size` hot rows from its start to its end."""
     admission: Literal["auto", "off"] = "off"
     """`auto`: requests wait while more running ones would decode fewer tokens per second, as soon as that has been
     measured. `off`: they start as long as there is memory."""
@@ -142,23 +142,25 @@ class HiSparseConfig(BaseModel):
     """Memory of the host pool on a GPU: `managed` is read faster, `pinned` can be shared with other processes and with
     network cards. `auto`: managed where nothing but the GPU of one rank uses the pool."""
     algorithm: str = "dsa"
-    """What selects positions: a name from `algorithms/registry.py`, or the dotted path of a `SparseAlgorithm`."""
+    """Algorithm that selects positions: a name from `algorithms/registry.py`, or the dotted path of a
+    `SparseAlgorithm`."""
     algorithm_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm."""
     indexer_key_dtype: Literal["auto", "fp4"] = "auto"
-    """How the device keeps indexer keys of a DSA model: in the model's 8 bits (auto), or in 4 bits."""
+    """Form of a DSA model's indexer keys on the device: the model's 8 bits (auto), or 4 bits."""
     full_kv_layers: list[int] | None = None
-    """Layers of a dense model that keep their full KV on the device. Default: those the algorithm's paper leaves."""
+    """Layers of a dense model that keep their full KV on the device. Default: the layers with full attention in the
+    algorithm's paper."""
     prefill_tp_size: int | None = Field(default=None, gt=0)
     """Tensor parallel size of the prefill instances. Default: this instance's."""
     import_buffer_gib: float = Field(default=0.0, ge=0, le=MAX_SIZE)
     """Device memory in GiB of each rank, through which KV of prompts comes from prefill instances into the host
     pool, for hosts without RDMA. 0: it comes directly."""
     tiers: list[Tier] = Field(default_factory=list)
-    """Where prefixes go that the host pool has no room for, in the order in which they are looked up."""
+    """Tiers below the host pool, for prefixes that it has no room for, in the order in which they are looked up."""
     tier_buffer_gib: float | None = Field(default=None, gt=0, le=MAX_SIZE)
-    """Host memory through which blocks pass between the host pool and the tiers. Default: 1/32 of the host pool,
-    at least 0.5 and at most 4 GiB."""
+    """Host memory in GiB through which blocks pass between the host pool and the tiers. Default: 1/32 of the host
+    pool, at least 0.5 and at most 4 GiB."""
     tier_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds without a block after which a request computes its prefix instead of waiting for a tier."""
     log_request_stats: bool = False

@@ -17,17 +17,18 @@ INDEXER_SCALE_BYTES = 4  # one fp32 scale per 128 quantised key elements
 INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
-MSA_BLOCK_SIZE = 128  # the same of MiniMax-M3, whose indexer selects such blocks
-MSA_UNIT = 16  # tokens of its units: device blocks hold whole units, and units of 128 tokens would waste most of them
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256  # tokens of a dense model's block: FlashAttention's least; larger ones waste
+MSA_BLOCK_SIZE = 128  # the same for MiniMax-M3, whose indexer selects such blocks
+MSA_UNIT = 16  # tokens of MiniMax-M3's units: device blocks hold whole units, and units of 128 tokens would waste most
+# Tokens of a dense model's block: FlashAttention's minimum, and a maximum, because larger blocks waste memory
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256
 RESIDENCY_ENTRY_BYTES = 8  # position and expiry
 MAX_UNUSED_SHARE = 0.25  # hot rows may leave this share of a device block unused, or half a unit if that is more
 MAX_UNUSED_UNITS = 0.75  # but they may never leave more than these units unused
 # A request gets equal rows when they have slots for the first share of its tokens, and keeps them while they have slots
 # for the second one. NOTE: a change of the division empties all of its hot rows.
 EQUAL_ROWS_SHARE, LEAST_EQUAL_ROWS_SHARE = 15 / 16, 7 / 8
-MIN_IMPORT_PARTS = 2  # of an import buffer: one is read while another one is copied
-IMPORT_ALIGNMENT_BYTES = 256  # of these parts, so that pages are copied in words
+MIN_IMPORT_PARTS = 2  # least parts of an import buffer: one is read while another one is copied
+IMPORT_ALIGNMENT_BYTES = 256  # alignment of these parts, so that pages are copied in words
 MAX_ROW_CLASSES = 8  # different numbers of rows that layers may have in a block; each costs small launches in a step
 
 
@@ -96,11 +97,11 @@ def divide_rows(shares: Sequence[tuple[float, int]], num_rows: int) -> tuple[int
     """Divide the hot rows of a device block among layers.
 
     Groups of layers with the same share get the same number of rows, and at most `MAX_ROW_CLASSES` numbers occur: the
-    nearest shares become their mean. Numbers are rounded down; then those groups get one more that have the smallest
-    part of their shares, while enough rows are left for a group.
+    nearest shares become their mean. Numbers are rounded down. While enough rows are left, the group with the smallest
+    part of its share then gets one more row for each of its layers.
 
     Args:
-        shares: for each group of layers, the share of one of its layers relative to the others', and its layers.
+        shares: for each group, the share of one of its layers relative to other layers, and the number of its layers.
         num_rows: rows of all layers together; at least one for each layer.
 
     Returns:
@@ -355,7 +356,9 @@ class KVLayout:
 
     @property
     def block_alignment_bytes(self) -> int:
-        """Divisor of the size of device blocks, because kernels number rows, or parts of a block by KV head."""
+        """Bytes of which the size of a device block is a multiple, because kernels count distances in rows, or in KV
+        heads' parts of a block.
+        """
         if self.num_kv_heads is None:
             return self.row_bytes
         return self.rows_per_hot_block * self.row_bytes // self.num_kv_heads
@@ -382,7 +385,7 @@ class KVLayout:
 
     @property
     def saved_block_bytes(self) -> int:
-        """Bytes of a copy of the same on the host."""
+        """Bytes of the host's copy of the device-resident KV of one block's tokens, all layers."""
         return self.block_size * (self.num_resident_layers * self.resident_row_bytes + self.wider_row_bytes)
 
     @property

@@ -122,7 +122,7 @@ class Trace:
 
         Args:
             traces: traces, at least one.
-            names: name of each trace in errors, as its file; default: its number.
+            names: name of each trace in errors, such as its file; default: its number.
 
         Raises:
             TraceError: `traces` is empty, or models, layers or groups differ.

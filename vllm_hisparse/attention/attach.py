@@ -47,7 +47,7 @@ HOT_GQA_BACKENDS = {
     "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
-DERIVED = {"forward_mqa", "get_impl_cls"}  # methods of versions for hot buffers that run the layer's own
+DERIVED = {"forward_mqa", "get_impl_cls"}  # methods whose hot-buffer version calls the method of the layer's own class
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -116,7 +116,7 @@ def _attach_mla(model: torch.nn.Module, has_narrow_keys: bool) -> None:
 
         capture_both_forms(MicrobatchForms.find)
         select_with_own_kernel()
-        NarrowKeyCache = KeyCache  # whose reader looks at the width of the cache
+        NarrowKeyCache = KeyCache  # its readers tell keys in 4 bits by the width of the cache (`compat/indexer.py`)
         if has_narrow_keys:
             check_narrow_keys_device()
             support_narrow_keys()

@@ -36,8 +36,8 @@ REFUSED_MSA_MAJORS = (10,)
 # pages are larger than units.
 FLASHINFER_MAJORS = (10,)
 WHOLE_PAGE_HEAD_SIZE = 256
-FP8_FLASH_ATTN_MAJORS = (9,)  # where FLASH_ATTN, as FlashAttention 3, reads KV in fp8
-FP8_CAPABILITY: Capability = (8, 9)  # from which on TRITON_ATTN stores KV in fp8
+FP8_FLASH_ATTN_MAJORS = (9,)  # major numbers of GPUs on which FLASH_ATTN is FlashAttention 3, which reads KV in fp8
+FP8_CAPABILITY: Capability = (8, 9)  # least compute capability on which TRITON_ATTN stores KV in fp8
 
 
 def untried_gpu(name: str, capability: Capability | None) -> str:
@@ -68,7 +68,7 @@ def untried_mla_backend(name: str) -> str:
 
 
 def mla_backends(capability: Capability) -> list[str]:
-    """Return the backends of a GPU over which a DSA model may have hot buffers; those that have run come first."""
+    """Return the backends with which a DSA model may have hot buffers on a GPU; backends that have run come first."""
     names = [name for name, majors in MLA_BACKENDS.items() if capability[0] in majors]
     return sorted(names, key=lambda name: name in UNTRIED_MLA_BACKENDS)
 

@@ -171,7 +171,10 @@ class HotGQACpuMetadataBuilder(HotMetadataBuilder, CpuMetadataBuilder[HotGQACpuM
 
 
 class HotGQACpuBackend(CPUAttentionBackend):
-    """NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides."""
+    """Backend of a dense model's layers with hot buffers.
+
+    NOTE: it keeps the stock backend's name, because NIXL's handshake compares the names of the two sides.
+    """
 
     forward_includes_kv_cache_update = True  # `forward` writes KV to the host pool
 

@@ -98,7 +98,7 @@ class IndexerCpuBackend(AttentionBackend):
 
 
 class IndexerCpuCache(DeepseekV32IndexerCache):
-    """Keys in 8 bits."""
+    """Indexer cache with keys in 8 bits."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return IndexerCpuBackend
@@ -108,12 +108,20 @@ class IndexerCpuCache(DeepseekV32IndexerCache):
         ops.insert_keys(self.kv_cache, keys, slots)
 
     def load(self, blocks: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Keys of whole blocks, [..., blocks] int64: [..., blocks * block_size, head_dim] float32."""
+        """Return the keys of whole blocks.
+
+        Args:
+            blocks: [..., blocks] int64.
+            head_dim: elements of a key.
+
+        Returns:
+            [..., blocks * block_size, head_dim] float32.
+        """
         return ops.load_keys(self.kv_cache, head_dim, blocks)
 
 
 class NarrowIndexerCpuCache(IndexerCpuCache):
-    """Keys in 4 bits."""
+    """Indexer cache with keys in 4 bits."""
 
     def insert(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         indexer_keys.insert(self.kv_cache, keys, slots)

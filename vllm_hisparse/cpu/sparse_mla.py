@@ -6,7 +6,7 @@ import torch
 
 MAX_GATHERED_ELEMENTS = 1 << 20  # elements of the rows that are attended at once; they fit into a core's caches
 QUERIES_PER_CHUNK = 64  # at most, because every token of a chunk computes with the rows of the chunk's last token
-MASKED_CONTEXTS = 4  # in selections: with more rows than this, masked attention takes longer than copies
+MASKED_CONTEXTS = 4  # most rows, in multiples of a selection, with which masked attention is faster than copies
 MIN_MASKED = 16  # least number of tokens that attend over all rows; more than a step with drafts has
 MASKED = torch.finfo(torch.float32).min
 
@@ -96,7 +96,7 @@ def masked_mla(
 
 
 def softmax_with_sinks(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Weights of rows, beside which each head's sink takes its share.
+    """Return the softmax weights of rows. Each head's sink takes a share of the softmax, too.
 
     Args:
         logits: [tokens, heads, rows] float32.

@@ -210,12 +210,12 @@ class DecodeMetadata:
 
 @dataclass(frozen=True)
 class MovedRequests:
-    """Requests some of whose hot blocks are other blocks than before, on the device.
+    """Requests that have lost a hot block, or have another one in its place. Tensors are on the device.
 
     Attributes:
         seqs: [n] int64 sequence index of each request's first KV head.
         num_blocks: [n] int64 hot blocks of each request.
-        latest: [n] int64 scratch memory of an operation, -1 before.
+        latest: [n] int64 scratch memory of `empty_latest`, which is -1 before the call.
         most_blocks: the largest of `num_blocks`.
     """
 

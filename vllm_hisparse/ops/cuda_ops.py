@@ -24,7 +24,8 @@ class CudaSwapInOps(SwapInOps):
 
     def __init__(self) -> None:
         self._kernels = kernels()
-        # Layers of each launch of `write_back`, by the ids of all layers' rows, which are kept so that ids stay theirs.
+        # Python's `id` of each layer's rows -> these rows, and the layers of each launch of `write_back`. The rows are
+        # kept, so that no other object can get their ids.
         self._layers: dict[tuple[int, ...], tuple[Sequence[HotRows], list[Any]]] = {}
 
     def resolve(
@@ -130,7 +131,7 @@ class CudaSwapInOps(SwapInOps):
         self._kernels.empty_latest(entries, hot_block_tables, head_stride, *requests, num_latest, current_stream())
 
     def _layer_groups(self, hot_rows: Sequence[HotRows], host_rows: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the layers of each launch of `write_back`, from a cache if they were the layers of a call."""
+        """Return the layers of each launch of `write_back`; layers of an earlier call come from a cache."""
         key = tuple(map(id, hot_rows))
         if key not in self._layers:
             pairs = list(zip(hot_rows, host_rows, strict=True))

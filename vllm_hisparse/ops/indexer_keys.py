@@ -29,24 +29,24 @@ ELEMENT_BYTES = HEAD_DIM // 2
 WORD_BYTES = 4
 KEY_BYTES = ELEMENT_BYTES + WORD_BYTES
 WIDE_SCALE_BYTES = 4
-WIDE_KEY_BYTES = HEAD_DIM + WIDE_SCALE_BYTES  # of a key in 8 bits: fp8 elements and a float32 scale
+WIDE_KEY_BYTES = HEAD_DIM + WIDE_SCALE_BYTES  # bytes of a key in 8 bits: fp8 elements and a float32 scale
 TILE = 64  # keys of a block
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by code
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1, by their code
 LARGEST_EXPONENT = 2  # 6 = 1.5 * 2 ** 2
-# Between which magnitudes a number lies, and whether the middle itself is rounded up (to the even code).
+# Middles between neighbouring magnitudes; True if a number in the middle is rounded up, because the upper code is even
 MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 MIN_GROUP_EXPONENT, MAX_GROUP_EXPONENT = (
     -5,
     6,
 )  # 0.5 * 2 ** -5 is fp8's least normal number, 6 * 2 ** 6 its largest here
-MIN_KEY_EXPONENT, MAX_KEY_EXPONENT = -100, 100  # of the largest group; scales stay normal numbers
+MIN_KEY_EXPONENT, MAX_KEY_EXPONENT = -100, 100  # of a key's largest group, so that scales are normal numbers
 _SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
 FP8 = torch.float8_e4m3fn
 
 
 def quantize(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in 4 bits.
+    """Quantise keys to 4 bits.
 
     Args:
         keys: [..., HEAD_DIM] of any float dtype.
@@ -77,7 +77,7 @@ def quantize(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(elements: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same keys in 8 bits, exactly.
+    """Turn keys in 4 bits into 8 bits. The result is exact.
 
     Args:
         elements: [..., ELEMENT_BYTES] uint8.
@@ -144,8 +144,8 @@ def gather(
         cache: as in `key_views`.
         block_table: [num_requests, max_blocks] int32.
         cu_seq_lens: [num_requests + 1] int32 place of each request's first key in the output.
-        values: [tokens, HEAD_DIM] float8_e4m3fn; more than the requests have are left alone.
-        scales: [tokens, WIDE_SCALE_BYTES] uint8, the bytes of float32 scales.
+        values: [tokens, HEAD_DIM] float8_e4m3fn, written; entries beyond the requests' keys stay unchanged.
+        scales: [tokens, WIDE_SCALE_BYTES] uint8 bytes of float32 scales, written in the same way.
 
     Raises:
         TypeError, ValueError: on CUDA, a tensor is of another dtype, shape or alignment.
@@ -167,7 +167,7 @@ def paged_logits(
     block_table: torch.Tensor,
     max_seq_len: int,
 ) -> torch.Tensor:
-    """Scores of all keys of each request: sum over heads of weight * relu(query . key).
+    """Return the scores of all keys of each request: sum over heads of weight * relu(query . key).
 
     Args:
         cache: as in `key_views`; on CUDA with blocks of TILE keys.
@@ -178,7 +178,7 @@ def paged_logits(
         max_seq_len: keys of the longest request.
 
     Returns:
-        [num_requests * queries, max_seq_len] float32; anything beyond the keys of a request.
+        [num_requests * queries, max_seq_len] float32; undefined beyond the keys that a query sees.
 
     Raises:
         TypeError, ValueError: on CUDA, a tensor is of another dtype, shape or alignment.

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class KVHeads:
-    """Numbers KV heads for the swap-in operations, to which every KV head of a request is a sequence, and a unit a row.
+    """Numbering of KV heads for the swap-in operations, to which a request's KV head is a sequence, and a unit a row.
 
     Each request owns `num_heads` consecutive sequence indices. Each device block has `num_heads` consecutive parts, one
     for each head; the parts of the next block begin `head_stride` parts later. Parts of host blocks have no gaps.

@@ -5,9 +5,9 @@ A library that was built with other limits is refused when it is loaded (`ops/ke
 
 INTERFACE_VERSION = 9  # of the library's functions; raise it when one is added, or the meaning of one changes
 MAX_AGE = 1022  # tokens; `resolve` treats older rows as equally old
-# Tokens. NOTE: these two were chosen by trying a few numbers with the traces of benchmarks/traces.
-USE_BONUS = 8  # by which a use moves a row's expiry on
-MAX_BONUS = 48  # by which an expiry is at most later than the use
+# NOTE: these two were chosen by trying a few numbers with the traces of benchmarks/traces.
+USE_BONUS = 8  # tokens by which a use moves a row's expiry on
+MAX_BONUS = 48  # most tokens by which an expiry is later than the use
 MAX_TOP_K = 4096  # positions of a selection
 MAX_QUERY_LEN = 8  # new tokens of a request, each with a selection
 MAX_COLUMNS = 8192  # positions of all selections of a request

@@ -268,12 +268,16 @@ class HotGQAImpl:
         return stored.view(FP8).to(self.algorithm.shape.dtype) if self.stores_fp8 else stored
 
     def _query_of_selection(self, layer: torch.nn.Module, query: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return what the algorithm selects by: queries whose product with stored keys is that of queries and keys.
+        """Return the queries by which the algorithm selects.
 
         Args:
             layer: vLLM's layer.
             query: [batch * max_query_len, num_heads, head_size], padded.
             num_tokens: number of tokens without padding, which are the first of the step's batch.
+
+        Returns:
+            Queries in the shape of `query`. Their product with stored keys, which lack the scale of KV in fp8, is the
+            product of the layer's queries and keys.
         """
         if not self.stores_fp8:
             return query
@@ -321,7 +325,7 @@ class HotGQAImpl:
             layer: vLLM's layer.
             query, output: [rows, heads per KV head, head_size].
             units: [rows, num_selected] int32 pages of `hot_keys` and `hot_values`.
-            num_tokens: [rows] int32, over the leading units of each row; 0 for padding.
+            num_tokens: [rows] int32 number of tokens that each row attends to, in its leading units; 0 for padding.
         """
         raise NotImplementedError
 
@@ -379,7 +383,7 @@ class HotGQAImpl:
 
 
 def to_fp8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Quantise keys or values as vLLM's kernel does that writes them to a KV cache.
+    """Quantise keys or values, as the vLLM kernel that writes them to a KV cache does.
 
     Args:
         rows: [..., head_size] keys or values of any float dtype.

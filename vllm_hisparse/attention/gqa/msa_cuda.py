@@ -149,12 +149,19 @@ class HotMSAMetadataBuilder(HotGQAMetadataBuilder, MiniMaxM3SparseMetadataBuilde
 
 
 class HotMSAImpl(TritonUnitsImpl, MiniMaxM3SparseTritonImpl):
-    """The last unit of a selection contains the new token, because the indexer always selects the newest block."""
+    """Implementation of MiniMax-M3's layers over hot units.
+
+    The last unit of a selection contains the new token, because the indexer always selects the newest block.
+    """
 
     vllm_class = MiniMaxM3SparseTritonImpl
 
     def _query_of_selection(self, layer: torch.nn.Module, query: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the blocks that the indexer has selected: [batch * max_query_len, num_kv_heads, blocks], -1: none."""
+        """Return the blocks that the indexer has selected, in place of queries.
+
+        Returns:
+            [batch * max_query_len, num_kv_heads, blocks] int32, -1 for none.
+        """
         return self.hot_buffer.step.pad_queries(layer.topk_indices_buffer[:num_tokens], -1)
 
     def do_kv_cache_update(

@@ -56,7 +56,7 @@ class HotBufferLayer:
         forward_context = vllm_config.compilation_config.static_forward_context
         layers = {name: layer for name, layer in forward_context.items() if isinstance(layer, MLAAttention)}
         has_indexer = [layer.indexer is not None for layer in layers.values() if isinstance(layer, HotBufferLayer)]
-        row_bytes = {  # of layers that keep their KV on the device
+        row_bytes = {  # bytes of a token's KV in each layer that keeps its KV on the device
             name: layer.get_kv_cache_spec(vllm_config).state_content_size_bytes
             for name, layer in layers.items()
             if not isinstance(layer, HotBufferLayer)

@@ -185,7 +185,7 @@ class HotMLACudaImpl(HotMLAImpl):
             return self._decode_step(q, attn_metadata, layer), None
         first_group, *other_groups = attn_metadata.prefill_groups
         if first_group.tokens == slice(0, attn_metadata.num_actual_tokens):
-            return self._prefill(q, first_group, layer), None  # not copied: it is as large as the model's activations
+            return self._prefill(q, first_group, layer), None  # returned without a copy into `out`, which is large
         # NOTE: the output has the dtype of the model, while queries may be in fp8.
         out = self.new_rows.kv_c.new_empty(attn_metadata.num_actual_tokens, self.num_heads, self.kv_lora_rank)
         if attn_metadata.decode is not None:

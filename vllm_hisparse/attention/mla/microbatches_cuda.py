@@ -104,7 +104,7 @@ class DecodeMicrobatch:
 
 
 def may_be_divided(num_requests: int) -> bool:
-    """Return True if a step in which `num_requests` requests decode has microbatches with some model and memory."""
+    """Return True if some engine would divide a step in which `num_requests` requests decode."""
     return MIN_REQUESTS <= num_requests <= MAX_REQUESTS
 
 

@@ -37,7 +37,8 @@ class HotSM100Impl(HotMLACudaImpl):
 
     def _attend_to_staged(self, q: Any, group: PrefillGroup, layer: torch.nn.Module) -> torch.Tensor:
         # NOTE: vLLM's `forward_mqa` would convert positions once for all layers that share an indexer, although a step
-        # may have several groups, and on a stream that waits for what `record_logical_topk_ready` does not record.
+        # may have several groups. It would do so on a stream that waits for an event, which this class's
+        # `record_logical_topk_ready` does not record.
         positions, metadata = self.topk_indices_buffer[group.tokens], group.metadata
         selection = triton_convert_req_index_to_global_index(
             metadata.req_id_per_token[: len(positions)],
