@@ -20,8 +20,7 @@ PYDANTIC_MESSAGE = "Input should be "  # begins the messages of newer releases o
 
 
 class CheckedCommand(TyperCommand):
-    """A command whose errors have the value that it got. It refuses numbers that are infinite or none at all, which
-    click takes."""
+    """A command whose errors name the value that it got. It refuses infinite numbers and NaN, which click accepts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         given = list(args)

@@ -57,7 +57,7 @@ def replay_command(
         bool, typer.Option("--by-layer", help="Instead: LRU, with rows given to the layers that save most misses.")
     ] = False,
     least_share: Annotated[
-        float, typer.Option(min=0, max=1, help="By layer: rows of a layer at least, over those of a mean layer.")
+        float, typer.Option(min=0, max=1, help="With --by-layer: least rows of a layer, over those of a mean layer.")
     ] = LEAST_SHARE,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
 ) -> None:

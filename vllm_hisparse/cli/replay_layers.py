@@ -14,7 +14,7 @@ from vllm_hisparse.trace import Trace
 DRAFT_LAYER = "draft"
 PERIOD = 4  # steps between two moves of the controller
 OLDEST = 2  # sizes in the oldest part of a buffer, whose hits the controller counts
-LEAST_GAIN = 1.25  # times the hits that a layer loses is what another one must gain
+LEAST_GAIN = 1.25  # least ratio of the hits that one layer gains to the hits that another one loses
 MEMORY = 0.8  # weight of earlier periods in the counted hits
 LEAST_SHARE = 0.54  # with `device_buffer_size` of two selections, each layer has room for 1.08
 
@@ -59,25 +59,33 @@ class LayerMisses:
         return replace(self, missed=self.missed[places])
 
     def equal(self, size: float, first_step: int) -> float:
-        """Mean rows that a request misses in a layer in a step, from a step on, if each layer has `size` selections."""
+        """Return the mean rows that a request misses in a layer in a step, if the buffer of each layer has one size.
+
+        Args:
+            size: size in selections.
+            first_step: earlier steps are not counted.
+        """
         return self.divided(np.full(self.missed.shape[1], size), first_step)
 
     def divided(self, sizes: np.ndarray, first_step: int) -> float:
-        """The same if each layer has its own size.
+        """Return the mean rows that a request misses in a layer in a step, if each layer has a size of its own.
 
         Args:
-            sizes: [layers] float64 selections.
+            sizes: [layers] float64 sizes in selections.
             first_step: as in `equal`.
         """
         return float(self._at(sizes, first_step).mean())
 
     def best(self, size: float, first_step: int, least_share: float = 0.0) -> tuple[float, np.ndarray]:
-        """The same for the best division that stays, which knows all steps; and the size of each layer.
+        """Find the best division that does not change from step to step; it is chosen from the misses of all steps.
 
         Args:
-            size: selections of a mean layer.
+            size: size of a mean layer in selections.
             first_step: as in `equal`.
-            least_share: size of each layer at least, over that of a mean layer; each has at least 1 selection, too.
+            least_share: least size of a layer, over that of a mean layer; each has at least 1 selection, too.
+
+        Returns:
+            Mean rows that a request misses in a layer in a step, and [layers] float64 sizes in selections.
         """
         least, num_layers = max(1.0, least_share * size), len(self.layers)
         sizes = np.arange(least, max(least, self.sizes[-1]) + STEP, STEP)
@@ -98,10 +106,17 @@ class LayerMisses:
         return self.divided(shares / shares.mean() * size, first_step)
 
     def controlled(self, size: float, first_step: int) -> tuple[float, np.ndarray]:
-        """The same for a controller that knows the past alone: every `PERIOD` steps, it moves rows from the layer with
-        the fewest hits in the oldest part of its buffers to the one with the most; and the last sizes.
+        """Simulate a controller that knows only earlier steps.
 
-        A buffer that grows is filled by its misses.
+        Every `PERIOD` steps, it moves rows from the layer with the fewest hits in the oldest part of its buffers to the
+        layer with the most. A buffer that grows is filled by its misses.
+
+        Args:
+            size: size of a mean layer in selections.
+            first_step: as in `equal`.
+
+        Returns:
+            Mean rows that a request misses in a layer in a step, and [layers] float64 sizes after the last step.
         """
         num_requests, num_layers, num_steps, _ = self.missed.shape
         sizes = np.full(num_layers, float(size))
@@ -124,7 +139,7 @@ class LayerMisses:
         return total / (num_steps - first_step), sizes
 
     def _at(self, sizes: np.ndarray, first_step: int) -> np.ndarray:
-        """[requests, layers, steps] misses with a size for each layer, [layers]."""
+        """Return misses, [requests, layers, steps], with a size for each layer, [layers]."""
         curves = self.missed[:, :, first_step:]
         return _interpolate(curves, np.broadcast_to(sizes[None, :, None], curves.shape[:-1]))
 
@@ -132,10 +147,16 @@ class LayerMisses:
 def by_layer(misses: LayerMisses, size: float, first_step: int, least_share: float = LEAST_SHARE) -> dict[str, Any]:
     """Compare the divisions of one size.
 
+    Args:
+        misses: misses of buffers of every size.
+        size: size of a mean layer in selections.
+        first_step: as in `LayerMisses.equal`.
+        least_share: as in `LayerMisses.best`; for `fixed` only.
+
     Returns:
-        Rows that a request misses in a layer in a step with equal shares; misses of the others over these: of a
-        controller, of the best division, and of the best one that leaves each layer its least share; the sizes of each
-        layer for the first two, in selections, and the shares of the last one.
+        `missed`: rows that a request misses in a layer in a step with equal shares. `controller`, `best`, `fixed`: the
+        misses of a controller, of the best division, and of the best division with `least_share`, each over `missed`.
+        `controller_sizes`, `best_sizes`: size of each layer in selections. `rows_by_layer`: shares of `fixed`.
     """
     equal = misses.equal(size, first_step)
     best, best_sizes = misses.best(size, first_step)
@@ -175,7 +196,7 @@ def from_others(
 
 
 def _interpolate(curves: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Misses [...] of curves [..., n] with sizes [...]; below 1 selection, those of 1."""
+    """Return the misses [...] of curves [..., n] at sizes [...] in selections; a size below 1 counts as 1."""
     places = np.clip((sizes - 1) / STEP, 0, curves.shape[-1] - 1)
     low = np.floor(places).astype(int)
     high = np.minimum(low + 1, curves.shape[-1] - 1)

@@ -26,9 +26,9 @@ def record_command(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each text.")] = 256,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="First tokens of each text that are the prompt.")] = 8192,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Of sampling; 0 is greedy, with which models repeat.")
+        float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy, and models then repeat.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     host_pool_gib: Annotated[float, typer.Option(min=0.01, help="Host memory for KV.")] = 4.0,
     kv_cache_mib: Annotated[int, typer.Option(min=1, help="Memory for hot buffers and indexer keys.")] = 1024,
 ) -> None:

@@ -83,7 +83,7 @@ def plan_command(
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, with expert parallelism.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
     indexer_kv_dtype: Annotated[
-        str, typer.Option(help=f"Of a DSA model's indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
+        str, typer.Option(help=f"Dtype of indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
     ] = "auto",
     indexer_key_dtype: Annotated[
         str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits on Hopper.")
@@ -237,7 +237,7 @@ def plan_command(
 
 
 def _check_gpu(shape: ModelShape, gpu: Gpu, kv_cache_dtype: str) -> None:
-    """Refuse what no attention back end of vLLM with hot buffers runs on a GPU."""
+    """Refuse a model or KV dtype with which no attention backend has hot buffers on a GPU."""
     refusal = msa_refusal if shape.selects_blocks else mla_refusal
     if shape.is_dsa and (reason := refusal(gpu.capability)):
         raise typer.BadParameter(f"got {shape.name}, and {gpu.name} for --gpu: {reason}", param_hint="MODEL")
@@ -308,7 +308,7 @@ def _directory(model: str) -> str:
 
 
 def _weights_note(model: str, shape: ModelShape, weight_dtype: str) -> str:
-    """Return that the checkpoint of the commands has other weights than the plan, or may have; empty if it has not."""
+    """Return a note if the checkpoint in the commands has, or may have, weights of another width than the plan's."""
     planned = f"The plan has weights of {shape.weight_bits} bits (--weight-dtype {weight_dtype})"
     try:
         told = ModelShape.load(model if Path(model).exists() else shape.name)
@@ -357,7 +357,7 @@ def lengths(text: str, option: str) -> list[int]:
 
 
 def quantiles(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the means of equal shares of values, in ascending order, because a plan computes each length apart."""
+    """Return the means of at most `RANGE_STEPS` equal parts of the ordered values, for which a plan is computed."""
     ordered, count = sorted(values), min(len(values), RANGE_STEPS)
     edges = [len(ordered) * index // count for index in range(count + 1)]
     return tuple(round(fmean(ordered[low:high])) for low, high in pairwise(edges))

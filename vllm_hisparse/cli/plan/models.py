@@ -422,7 +422,7 @@ def _check_types(config: dict[str, Any], types: dict[str, tuple[str, ...]], pref
 
 
 def _quantization(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return where a checkpoint tells how its weights are quantised, and what; empty if it does not tell."""
+    """Return the name of the place that describes a checkpoint's quantization, and the description, perhaps empty."""
     source, found = "quantization_config of config.json", config.get("quantization_config") or {}
     if not found and (beside := config.get(BESIDE)):
         source, found = f"quantization of {BESIDE}.json", beside
@@ -585,7 +585,7 @@ def _block_refusal(config: dict[str, Any]) -> str:
 
 
 def _selection_refusal(top_k: int, unit: int) -> str:
-    """Return that a model's indexer selects more than the kernels take; empty if it does not."""
+    """Return the refusal of an indexer that selects more positions than the kernels take; empty if it does not."""
     most = MAX_TOP_K * unit
     return f"its indexer selects {top_k} positions, more than the {most} that the kernels take" if top_k > most else ""
 

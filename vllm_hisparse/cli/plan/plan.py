@@ -20,14 +20,14 @@ ACTIVATIONS_GIB = 4.0  # CUDA graphs, activations and the CUDA context of a rank
 # Memory that a rank uses in addition to its weights before vLLM takes memory for KV. On an H200 of 139.8 GiB with 48.2
 # GiB of weights, 85 to 87 GiB were free.
 BEFORE_KV_GIB = 6.0
-MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # at most, in the results that calibrate
-NATIVE_HIT_RATES = 0.8, 0.92  # of vLLM's own HiSparse in these results; its copies were not timed apart
-HOST_GPUS = 8  # of most hosts
+MEASURED_GPUS, MEASURED_EXPERTS = 2, 24  # largest numbers in the results that calibrate
+NATIVE_HIT_RATES = 0.8, 0.92  # hit rates of vLLM's own HiSparse in these results; its copies were not timed separately
+HOST_GPUS = 8  # GPUs of most hosts
 FOUR_BITS = (
     " Nobody measured weights in 4 bits: half a byte for each, and a scale of one byte for every 32 of them, are "
     "assumed, for all weights except the head, and except attention that the checkpoint leaves in 16 bits."
 )
-ROUNDING = 1e-6  # of floats
+ROUNDING = 1e-6  # tolerance for rounding errors of floats
 LEAST_RANK_GIB = 0.1  # host memory of a rank, which commands have in tenths of a GiB
 WORTH_IT = 1.02  # ratio of tokens/s from which on the plugin pays
 HitRate = Callable[[int, int], float]  # (hot rows, tokens of the request) -> share of selected rows that are hot
