@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
-from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -131,7 +130,7 @@ class Product:
                 log_stats=True,
             )
         self.half, self.has_tier = self.scheduler.connector.scheduler, make_tiers is not None
-        self.router, self.forgotten = Router(partial(hash_block_tokens, sha256)), set[Any]()
+        self.router = Router(partial(hash_block_tokens, sha256))
         self.scheduler.kv_event_publisher.publish = self.router.publish
         assert self.half.host_pool.num_blocks == sizes.num_host_blocks
         self.max_in_flight = self.vllm_config.max_concurrent_batches
@@ -193,21 +192,12 @@ class Product:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Routers know the host prefix cache.
-
-        They are told of blocks from a tier, and of those that they forgot with a reset, once a request uses them.
-        """
+        """Routers know the host prefix cache. They are told of blocks from a tier once a request uses them."""
         host_pool, events = self.half.host_pool, self.half.events
-        pending = self.scheduler.kv_cache_manager.block_pool.kv_event_queue
-        if any(isinstance(event, AllBlocksCleared) for event in pending):
-            return  # they will forget all with the next step
         told = self.router.told(events.pending if events else ())
         hashes = map(host_pool.hash_of, range(host_pool.num_blocks))
         published = {maybe_convert_block_hash(block_hash) for block_hash in hashes if block_hash is not None}
-        if self.router.was_cleared:
-            self.router.was_cleared, self.forgotten = False, published - told
-        self.forgotten = self.forgotten & published - told
-        is_known = told <= published if self.has_tier else told == published - self.forgotten
+        is_known = told <= published if self.has_tier else told == published
         assert is_known, "routers know another host prefix cache"
 
     def num_used_host_blocks(self) -> int:

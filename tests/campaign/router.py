@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from .checks import check
@@ -22,22 +22,16 @@ class Router:
 
     Attributes:
         may_repeat: True if blocks that are known may be told again.
-        was_cleared: True if all blocks were forgotten since somebody set it to False.
         blocks: hashes of the blocks, as events name them.
     """
 
     def __init__(self, hasher: Callable[[Any, Any, Any], bytes]):
-        self.hasher, self.may_repeat, self.was_cleared, self.blocks = hasher, False, False, set[Any]()
+        self.hasher, self.may_repeat, self.blocks = hasher, False, set[Any]()
         self._hashes = dict[Any, bytes]()  # name in events -> hash, also of blocks that are gone: children may stay
 
     def publish(self, batch: KVEventBatch) -> None:
         for event in batch.events:
-            if isinstance(event, AllBlocksCleared):
-                self.was_cleared = True
-                self.blocks.clear()
-                continue
-            if event.medium != MEDIUM_CPU:
-                continue
+            check(getattr(event, "medium", None) == MEDIUM_CPU, f"{event} is about other memory")
             if isinstance(event, BlockStored):
                 self._store(event)
             elif isinstance(event, BlockRemoved):

@@ -1,4 +1,4 @@
-"""KV cache events tell routers of the prefixes in the host pool, and of those on the device."""
+"""KV cache events tell routers of the prefixes in the host pool."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,20 +22,20 @@ PROMPT = list(range(10, 20))  # two blocks and a half
 
 
 class Publisher:
-    """Records the events of a scripted engine, by medium."""
+    """Records the events of a scripted engine."""
 
     def __init__(self, engine: ScriptedEngine):
-        self.events: dict[str | None, list[KVCacheEvent]] = {}
+        self.events: list[KVCacheEvent] = []
         self.router = engine.product.router
         engine.scheduler.kv_event_publisher.publish = self.publish
 
     def publish(self, batch) -> None:
         self.router.publish(batch)
-        for event in batch.events:
-            self.events.setdefault(getattr(event, "medium", None), []).append(event)
+        self.events += batch.events
 
-    def take(self, medium: str) -> list[KVCacheEvent]:
-        return self.events.pop(medium, [])
+    def take(self) -> list[KVCacheEvent]:
+        events, self.events = self.events, []
+        return events
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,13 @@ def test_events_are_published_if_vllm_publishes_its_own(config: KVEventsConfig |
 
 
 def test_events_are_those_that_vllm_publishes_for_the_device() -> None:
-    """Model and tokens being equal, a router sees the same blocks in both memories."""
+    """Model and tokens being equal, a router would see the same blocks in both memories."""
     engine = ScriptedEngine()
-    publisher = Publisher(engine)
+    publisher, device_pool = Publisher(engine), engine.scheduler.kv_cache_manager.block_pool
+    device_pool.enable_kv_cache_events, device_pool.take_events = True, list
     request = engine.ask("first", PROMPT, max_tokens=8)
     engine.run_to_end()
-    on_device, on_host = publisher.take("GPU"), publisher.take("CPU")
+    on_device, on_host = device_pool.kv_event_queue, publisher.take()
     blocks = [
         [fields(event, index) for event in events for index in range(len(event.block_hashes))]
         for events in (on_device, on_host)
@@ -85,14 +86,14 @@ def test_evicted_blocks_are_told_of_once() -> None:
     publisher = Publisher(engine)
     first = engine.ask("first", PROMPT, max_tokens=2)
     engine.run_to_end()
-    publisher.take("CPU")
+    publisher.take()
     engine.ask("second", range(100, 128), max_tokens=2)
     engine.run_to_end()
-    removed = [event for event in publisher.take("CPU") if isinstance(event, BlockRemoved)]
+    removed = [event for event in publisher.take() if isinstance(event, BlockRemoved)]
     assert [block_hash for event in removed for block_hash in event.block_hashes] == names(first)[1::-1]
     engine.ask("again", PROMPT, max_tokens=2)
     engine.run_to_end()
-    stored = [event for event in publisher.take("CPU") if isinstance(event, BlockStored)]
+    stored = [event for event in publisher.take() if isinstance(event, BlockStored)]
     assert [block_hash for event in stored for block_hash in event.block_hashes][:2] == names(first)[:2]
 
 
@@ -101,45 +102,44 @@ def test_a_known_prefix_is_told_again_to_those_who_ask_for_all() -> None:
     publisher = Publisher(engine)
     engine.ask("first", PROMPT, max_tokens=2)
     engine.run_to_end()
-    publisher.take("CPU")
+    publisher.take()
     engine.ask("second", PROMPT, max_tokens=2)
     engine.run_to_end()
-    assert publisher.take("CPU") == []
+    assert publisher.take() == []
     publisher.router.may_repeat = True
     full = engine.ask("third", PROMPT, max_tokens=2, extra_args={"kv_cache_report_mode": "full"})
     engine.run_to_end()
-    [event] = publisher.take("CPU")
+    [event] = publisher.take()
     assert (event.block_hashes, event.parent_block_hash) == (names(full)[:2], None)
 
 
-@pytest.mark.parametrize("reset_connector", [False, True])
-def test_blocks_that_a_reset_leaves_are_told_again_when_they_are_used(reset_connector: bool) -> None:
-    """vLLM reports that all blocks are gone, whether the host pool was emptied or not."""
+def test_a_reset_of_the_device_cache_changes_nothing() -> None:
     engine = ScriptedEngine()
     publisher = Publisher(engine)
     engine.ask("first", PROMPT, max_tokens=2)
     engine.run_to_end()
     known = set(publisher.router.blocks)
-    publisher.take("CPU")
-    engine.reset(reset_running=False, reset_connector=reset_connector)
-    engine.ask("second", [1], max_tokens=1)
-    engine.run_to_end()
-    assert not publisher.router.blocks and publisher.take("CPU") == []
+    publisher.take()
+    engine.reset(reset_running=False, reset_connector=False)
     engine.ask("again", PROMPT, max_tokens=2)
     engine.run_to_end()
-    assert publisher.router.blocks == known
+    assert publisher.router.blocks == known and publisher.take() == []
 
 
-def test_a_reset_that_vllm_refuses_removes_blocks_one_by_one() -> None:
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_reset_of_the_host_prefix_cache_removes_all_blocks(is_running: bool) -> None:
+    """vLLM refuses the reset of the device cache while requests run."""
     engine = ScriptedEngine()
     publisher = Publisher(engine)
     request = engine.ask("first", PROMPT, max_tokens=12)
-    engine.turn()
-    publisher.take("CPU")
-    engine.reset(reset_running=False, reset_connector=True)  # blocks are in use
+    engine.turn() if is_running else engine.run_to_end()
+    known = set(publisher.router.blocks)
+    publisher.take()
+    engine.reset(reset_running=False, reset_connector=True)
+    engine.ask("second", [1], max_tokens=1)
     engine.run_to_end()
-    [event] = publisher.take("CPU")
-    assert isinstance(event, BlockRemoved) and set(event.block_hashes) == set(names(request)[:2])
+    [event] = publisher.take()
+    assert isinstance(event, BlockRemoved) and set(event.block_hashes) == known >= set(names(request)[:2])
     assert not publisher.router.blocks
 
 

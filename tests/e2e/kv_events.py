@@ -6,14 +6,7 @@ from typing import Any, Self
 
 import msgspec
 import zmq
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    ZmqEventPublisher,
-)
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, EventBatch, ZmqEventPublisher
 
 from tools.harness.processes import LOOPBACK
 
@@ -21,7 +14,7 @@ TIMEOUT_MS = 30_000
 
 
 class Events(EventBatch):
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[BlockStored | BlockRemoved]
 
 
 class CachedPrefixes:
@@ -50,17 +43,15 @@ class CachedPrefixes:
                 for event in decoder.decode(payload).events:
                     found.follow(event)
 
-    def follow(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self._by_tokens.clear()
-            self._by_hash.clear()
-        elif event.medium == MEDIUM_CPU and isinstance(event, BlockStored):
+    def follow(self, event: BlockStored | BlockRemoved) -> None:
+        assert event.medium == MEDIUM_CPU
+        if isinstance(event, BlockStored):
             parent, size = event.parent_block_hash, event.block_size
             for index, block_hash in enumerate(event.block_hashes):
                 key = parent, tuple(event.token_ids[index * size : (index + 1) * size])
                 self._by_tokens[key], self._by_hash[block_hash] = block_hash, key
                 parent = block_hash
-        elif event.medium == MEDIUM_CPU:
+        else:
             for block_hash in event.block_hashes:
                 if block_hash in self._by_hash:
                     del self._by_tokens[self._by_hash.pop(block_hash)]

@@ -20,8 +20,10 @@ class HostPoolEvents:
 
     A block is reported once, with a request that has its tokens, or again if a request asks for it. The removal of a
     block that was reported is reported, too. A prefix that came from a tier is therefore reported when a request is
-    admitted with it. After a reset of the device cache, blocks that are left are reported with the next request that
-    uses them.
+    admitted with it.
+
+    vLLM's events about its device blocks are switched off. A request finds a prefix only as far as the host pool has
+    it, so these events would tell routers of prefixes that nobody finds.
 
     Args:
         block_size: tokens per block.
@@ -34,11 +36,11 @@ class HostPoolEvents:
     """
 
     def __init__(self, block_size: int, group_id: int, is_mla: bool, block_pool: BlockPool):
-        self.block_size, self.group_id, self._block_pool = block_size, group_id, block_pool
+        self.block_size, self.group_id = block_size, group_id
         self.kind = KVCacheSpecKind.MLA_ATTENTION if is_mla else KVCacheSpecKind.FULL_ATTENTION
         self.pending: list[KVCacheEvent] = []
         self._reported: set[Hashable] = set()  # hashes
-        self._device_cache = block_pool.cached_block_hash_to_block
+        block_pool.enable_kv_cache_events = False
 
     def stored(self, request: Request, indices: Iterable[int]) -> None:
         """Report that blocks of a request are published.
@@ -47,7 +49,6 @@ class HostPoolEvents:
             request: the request; with `kv_cache_report_mode` "full", blocks that were reported are reported again.
             indices: numbers of the blocks in the request, ascending.
         """
-        self._notice_reset()
         hashes, reports_all = request.block_hashes, request.kv_cache_report_mode == "full"
         new = [index for index in indices if reports_all or hashes[index] not in self._reported]
         self._reported.update(hashes[index] for index in new)
@@ -55,7 +56,6 @@ class HostPoolEvents:
 
     def removed(self, block_hash: Hashable) -> None:
         """Report that a block is published no longer."""
-        self._notice_reset()
         if block_hash not in self._reported:
             return
         self._reported.remove(block_hash)
@@ -65,19 +65,8 @@ class HostPoolEvents:
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
-        self._notice_reset()
         events, self.pending = self.pending, []
         return events
-
-    def _notice_reset(self) -> None:
-        """Forget what was reported if vLLM has emptied the device cache, because it then reports `AllBlocksCleared`.
-
-        NOTE: routers take this for all memory. It is published before the events that are pending here.
-        """
-        if self._device_cache is not self._block_pool.cached_block_hash_to_block:
-            self._device_cache = self._block_pool.cached_block_hash_to_block
-            self._reported.clear()
-            self.pending.clear()
 
     def _stored(self, request: Request, first: int, last: int) -> BlockStored:
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in request.block_hashes[max(first - 1, 0) : last]]
