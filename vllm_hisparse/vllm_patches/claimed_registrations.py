@@ -97,10 +97,10 @@ class CheckedRegistrations:
                     self._ask(req_id, meta, claimed)
                     return True
                 self._record_checked(engine_id, claimed)
-            self._num_answers.pop(req_id, None)
             if engine_id in self._renewed:
                 self._renewed.remove(engine_id)
                 known += 1
+        self._num_answers.pop(req_id, None)
         remote.registration_generation = known
         return False
 
