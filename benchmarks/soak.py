@@ -408,6 +408,9 @@ def run(
                         described |= content
                     elif kind == "end":
                         end = content
+                        if samples:  # what is left is known, though answers still wait for their comparison
+                            row = described | summary(samples, panel, end) | {"backlog": len(comparisons)}
+                            write_result(output, ctx, "benchmarks.soak", [row], hardware)
         except (EOFError, OSError) as error:
             end = None
             typer.echo(f"an engine has ended before its time ({error!r})", err=True)
