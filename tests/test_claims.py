@@ -212,9 +212,23 @@ def test_what_else_was_measured_with_the_present_kernels() -> None:
     assert f"Between two H200s, the rates are {host[0]} and {host[1]} GB/s" in section(UNDER_LOAD)
     (soak,) = results("h200/soak")
     claim = "{sessions} sessions, {preempted} preemptions, {tier_loaded_blocks:,} blocks loaded from a tier, {aborted}"
-    assert claim.format(**soak) in section(UNDER_LOAD) and not soak["wrong_tokens"]
-    claim = "{compared_answers} answers with {compared_tokens:,} tokens are full KV's up to {ties:,} ties"
+    assert claim.format(**soak) in section(UNDER_LOAD) and soak["is_flat"] and not soak["wrong_rows"]
+    assert f"| {soak['minute']:.0f} minutes at saturation on an H200" in section(UNDER_LOAD)
+    claim = "{compared_answers} answers with {compared_tokens:,} tokens are full KV's up to {ties:,} ties, except for"
     assert claim.format(**soak) in section(UNDER_LOAD)
+    exact = results("cpu/soak_float32")
+    assert len(exact) == soak["wrong_tokens"] == len(soak["wrong"])
+    assert f"except for {len(exact)} tokens" in section(UNDER_LOAD)
+    assert [row["got"] for row in exact] == [answer["got"] for answer in soak["wrong"]]
+    farthest = max(row["got_distance"] for row in exact)
+    others = max(row["expected_distance"] for row in exact)
+    assert f"at most {farthest:.2f} less likely than its best token" in section(UNDER_LOAD)
+    assert f"choice on the GPU is up to {others:.2f} less likely" in section(UNDER_LOAD)
+    assert f"{soak['checked_rows'] / 1e6:.1f} million hot rows were compared" in section(UNDER_LOAD)
+    first = next(each for each in soak["samples"] if each["minute"] >= 8)
+    growth = (soak["own_mib"]["engine"] - first["own_mib"]["engine"], soak["minute"] - first["minute"])
+    assert "grew by {:.0f} MiB in the last {:.0f} minutes".format(*growth) in section(UNDER_LOAD)
+    assert soak["running"] == soak["waiting"] == 0
 
 
 def test_the_readme_compares_with_the_peers() -> None:
@@ -1253,8 +1267,10 @@ def outcome(gpu: str, release: str, part: str) -> str | None:
     found = [row for row in results(f"{gpu}/release_{release}") if row["part"] in wanted]
     if not found:
         return None
-    tokens, same, passed = (sum(row[column] for row in found) for column in ("tokens", "same_tokens", "passed"))
-    return f"{same:,} of {tokens:,}" if tokens else f"{passed} passed"
+    columns = "tokens", "same_tokens", "passed", "failed"
+    tokens, same, passed, failed = (sum(row[column] for row in found) for column in columns)
+    failures = f"; {failed} test{'s' if failed > 1 else ''} failed" if failed else ""
+    return (f"{same:,} of {tokens:,}" if tokens else f"{passed} passed") + failures
 
 
 @pytest.mark.parametrize("label", PARTS)
