@@ -18,7 +18,8 @@ INDEXER_QUANT_GROUP = 128
 FP8_DS_MLA_ROW_BYTES = 656  # 512 fp8 + 4 fp32 scales + 64 bf16 (vllm/v1/attention/backends/mla/flashmla_sparse.py)
 BLOCK_SIZE = 64  # tokens per host block and per device block of indexer keys
 MSA_BLOCK_SIZE = 128  # the same for MiniMax-M3, whose indexer selects such blocks
-MSA_UNIT = 16  # tokens of MiniMax-M3's units: device blocks hold whole units, and units of 128 tokens would waste most
+# Tokens of MiniMax-M3's units: device blocks hold whole units, and units of 128 tokens would waste most of a block
+MSA_UNIT = 16
 # Tokens of a dense model's block: FlashAttention's minimum, and a maximum, because larger blocks waste memory
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 256
 RESIDENCY_ENTRY_BYTES = 8  # position and expiry

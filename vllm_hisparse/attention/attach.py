@@ -47,7 +47,9 @@ HOT_GQA_BACKENDS = {
     "TRITON_ATTN": "vllm_hisparse.attention.gqa.triton_cuda.HotTritonBackend",
     "FLASHINFER": "vllm_hisparse.attention.gqa.flashinfer_cuda.HotFlashInferBackend",
 }
-DERIVED = {"forward_mqa", "get_impl_cls"}  # methods whose hot-buffer version calls the method of the layer's own class
+# Methods that the layer's own class may change without loss: a hot `forward_mqa` calls the own one, and `_attach`
+# derives the hot implementation from the class of the layer's own implementation.
+DERIVED = {"forward_mqa", "get_impl_cls"}
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 

@@ -59,7 +59,7 @@ class LayerMisses:
         return replace(self, missed=self.missed[places])
 
     def equal(self, size: float, first_step: int) -> float:
-        """Return the mean rows that a request misses in a layer in a step, if the buffer of each layer has one size.
+        """Return the mean rows that a request misses in a layer in a step, if all layers' buffers have the same size.
 
         Args:
             size: size in selections.
@@ -77,7 +77,7 @@ class LayerMisses:
         return float(self._at(sizes, first_step).mean())
 
     def best(self, size: float, first_step: int, least_share: float = 0.0) -> tuple[float, np.ndarray]:
-        """Find the best division that does not change from step to step; it is chosen from the misses of all steps.
+        """Find the best division that does not change from step to step, from the misses of all steps that are counted.
 
         Args:
             size: size of a mean layer in selections.

@@ -141,7 +141,8 @@ def wrap_get_indexer_topk(stock: Callable[[str], Select]) -> Callable[[str], Sel
 def wrap_fused_norm_rope(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return `stock`, which norms and rotates a layer's inputs and writes keys in 8 bits, extended to keys in 4 bits.
 
-    NOTE: for a cache of keys in 4 bits, `stock` writes no cache and returns the keys (`index_k_out`) instead.
+    NOTE: for a cache of keys in 4 bits, `stock` gets no cache for keys and writes them to `index_k_out` instead; they
+    are quantised and written to the cache afterwards.
     """
 
     def fused_norm_rope(

@@ -20,7 +20,7 @@ def normalise_and_rotate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run vLLM's kernel before attention on CUDA, without its writes to the KV cache.
 
-    NOTE: the kernel assumes that the cache of index keys is contiguous, and rounds fp8 keys from its registers.
+    NOTE: the kernel assumes that the cache of index keys is contiguous, and rounds them to fp8 from its registers.
     Therefore it writes index keys to new memory here.
 
     Args:

@@ -69,8 +69,9 @@ def capture_both_forms(find: Callable[[VllmConfig], StepForms | None]) -> None:
         full = descs.get(CUDAGraphMode.FULL, [])
         whole = [WholeStep.of(desc) for desc in full if forms.has_two(desc.num_reqs, desc.num_tokens)]
         if self._max_full_descs_to_capture is not None:
-            # NOTE: vLLM has captured a few graphs to measure their memory, and multiplies it by the length of this
-            # list. Therefore the list gets the graphs of whole steps, too.
+            # NOTE: vLLM has captured a few graphs to measure them, and extrapolates their memory to the length of this
+            # list (the first graph's, and for each further graph the second one's). Therefore the list gets the graphs
+            # of whole steps, too.
             self._capture_descs = descs | {CUDAGraphMode.FULL: full + whole}
         elif whole:
             self._capture_descs, forms.runs_whole = {CUDAGraphMode.FULL: whole}, True

@@ -70,7 +70,7 @@ class CopyCounts:
         self.add(transfers_expired=1)
 
     def transfer_given_up(self, request_id: str) -> None:
-        """Forget a transfer that its request did not wait for, because perhaps not all of its KV was received."""
+        """Forget a transfer whose request ended before it; perhaps not all of its KV was received."""
         self.transfers.pop(request_id, None)
 
     def transfer_ended(self, request_id: str, failed: bool) -> tuple[int, int] | None:

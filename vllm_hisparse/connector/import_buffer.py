@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
 PART_BYTES = 64 << 20
-# Seconds without a part that is given, read or freed, after which prompts that find no part are read without one.
+# Seconds in which no part is given, read or freed, after which prompts that find no part are read without one.
 STUCK_S = 10.0
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
@@ -43,7 +43,7 @@ class Source:
 class Reads(Protocol):
     """Starts and polls reads from prefill instances for an `ImportBuffer`, and records the reads that fail.
 
-    After a failure, the buffer only starts no more reads of the prompt.
+    After a failure, the buffer starts no more reads of the prompt, and does nothing else about it.
     """
 
     def start_read(

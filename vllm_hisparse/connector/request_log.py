@@ -25,7 +25,7 @@ class _RequestStats:
 class RequestLog:
     """Adds up the worker's reports about a request, and logs a finished request once all of its runs are reported.
 
-    The worker reports the id of a run's first hot block.
+    The worker names a run by the id of its first hot block.
 
     A run lasts from an admission to the release of the hot blocks; a preempted request has several. Each first hot
     block has a queue of runs, because later requests reuse it.

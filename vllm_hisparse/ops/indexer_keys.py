@@ -40,7 +40,7 @@ MIN_GROUP_EXPONENT, MAX_GROUP_EXPONENT = (
     -5,
     6,
 )  # 0.5 * 2 ** -5 is fp8's least normal number, 6 * 2 ** 6 its largest here
-MIN_KEY_EXPONENT, MAX_KEY_EXPONENT = -100, 100  # of a key's largest group, so that scales are normal numbers
+MIN_KEY_EXPONENT, MAX_KEY_EXPONENT = -100, 100  # exponents of a key's largest group; scales stay normal numbers
 _SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
 FP8 = torch.float8_e4m3fn
 

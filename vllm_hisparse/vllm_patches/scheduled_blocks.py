@@ -30,7 +30,7 @@ def forget_uncomputed(block_pool: BlockPool, group_id: int, request: Request, nu
         block_pool: vLLM's pool of device blocks.
         group_id: KV cache group of the blocks.
         request: the preempted request.
-        num_tokens: number of tokens that the request would have had after that step.
+        num_tokens: number of tokens of the request that would have been computed after that step.
     """
     block_size = block_pool.hash_block_size
     last = min(num_tokens // block_size, len(request.block_hashes))

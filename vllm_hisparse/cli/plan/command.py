@@ -83,7 +83,7 @@ def plan_command(
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks, with expert parallelism.")] = 1,
     kv_cache_dtype: Annotated[str, typer.Option(help=f"{', '.join(KV_DTYPES)}.")] = "auto",
     indexer_kv_dtype: Annotated[
-        str, typer.Option(help=f"Dtype of indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
+        str, typer.Option(help=f"Dtype of a DSA model's indexer keys: {', '.join(KEY_DTYPES)}. mxfp4 needs Blackwell.")
     ] = "auto",
     indexer_key_dtype: Annotated[
         str, typer.Option(help="The plugin's option: auto, or fp4 for keys in 4 bits on Hopper.")
@@ -308,7 +308,7 @@ def _directory(model: str) -> str:
 
 
 def _weights_note(model: str, shape: ModelShape, weight_dtype: str) -> str:
-    """Return a note if the checkpoint in the commands has, or may have, weights of another width than the plan's."""
+    """Return a note if the commands' checkpoint has, or may have, weights of another width than planned; else empty."""
     planned = f"The plan has weights of {shape.weight_bits} bits (--weight-dtype {weight_dtype})"
     try:
         told = ModelShape.load(model if Path(model).exists() else shape.name)
@@ -357,7 +357,7 @@ def lengths(text: str, option: str) -> list[int]:
 
 
 def quantiles(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the means of at most `RANGE_STEPS` equal parts of the ordered values, for which a plan is computed."""
+    """Return the means of at most `RANGE_STEPS` equal parts of the ordered values: a plan is computed for each mean."""
     ordered, count = sorted(values), min(len(values), RANGE_STEPS)
     edges = [len(ordered) * index // count for index in range(count + 1)]
     return tuple(round(fmean(ordered[low:high])) for low, high in pairwise(edges))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STEPS_PER_BALANCE = 16  # steps between two divisions of free blocks, if no blocks are needed earlier
 STEPS_IN_FLIGHT = 2  # steps whose tokens the scheduler does not know yet, at most
 MAX_STEPS_OF_REFUSAL = 8  # consecutive steps in which a request lacks device blocks, before all lent blocks come back
-SLACK_SHARE = 1 / 4  # addition to the blocks kept for running requests, so that they suffice until the next balance
+SLACK_SHARE = 1 / 4  # share of the blocks for growing requests that stays free in addition, until the next balance
 
 
 class Obstacle(Enum):

@@ -86,8 +86,8 @@ class Seeds:
         seq_indices: [num_heads] int64 sequence indices.
         first, last: the units, half-open.
         hot_row_ids: [num_heads, last - first] int64 flat hot row of each unit in the first layer of the row class.
-        moves: [num_heads, last - first] bool, True if the unit's block is divided equally among layers, so that
-            `HotRows.equal_offset` is part of its row id; None: no request has equal rows.
+        moves: [num_heads, last - first] bool, True for units that are kept, in blocks that are divided equally among
+            layers: `HotRows.equal_offset` is part of their row ids. None: no request has equal rows.
         entries: [num_heads, last - first] int64 entry of each unit in a residency.
         held: [num_heads, last - first] int32 unit that each entry holds from now on; -1 if there is no slot for it.
         stale_entries: [num_heads, n] int64 entries of hot rows that become empty.

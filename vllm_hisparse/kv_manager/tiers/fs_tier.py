@@ -74,7 +74,10 @@ class QuotaFileSystemTier(FileSystemTierManager):
             self.quota.unreadable(paths[num_read])
 
     def take_deleted(self) -> list[OffloadKey]:
-        """Return the keys of the blocks whose files were deleted, or were gone at a scan, since the last call."""
+        """Return the keys of the blocks whose files the quota has deleted, or a scan has missed, since the last call.
+
+        NOTE: files that `discard` deletes are not among them.
+        """
         keys = []
         for path in self.quota.take_deleted():
             with suppress(ValueError):  # not the name of a block

@@ -26,7 +26,8 @@ from vllm_hisparse.kv_manager.tiers.guarded_tier import GuardedTier
 
 STORE_SHARE = 0.25  # share of the transfer buffer that stores may take; the rest is for loads and for peers
 _NOBODY = ReqContext("nobody")  # a lookup with this context belongs to no request
-MAX_PEER_COPIES = 64  # copies into the buffer, for peers and for stores, during which no copy for a peer begins
+# Saves on their way to the buffer at which no save for a peer begins; one is a peer's block, or a batch to store.
+MAX_PEER_COPIES = 64
 
 
 class BufferTier(CPUPrimaryTierOffloadingManager):

@@ -44,7 +44,7 @@ class Tiers:
         self.loads = PrefixLoads(manager, host_pool, sources.contexts, timeout_s, self.stores.mark_stored, clock)
 
     def is_loading(self, request: Request, match: HostMatch) -> bool:
-        """Return True if a waiting request should go on waiting until more of its prefix is in the host pool.
+        """Return True if a request that could be admitted should wait until more of its prefix is in the host pool.
 
         Args:
             request: a waiting request; vLLM asks for it once per step.
