@@ -18,7 +18,7 @@ class Events(EventBatch):
 
 
 class CachedPrefixes:
-    """Blocks of the host pool by their parents and tokens."""
+    """Blocks of the host pool by their parents and tokens, except those with extra keys, such as salts."""
 
     def __init__(self) -> None:
         self._by_tokens: dict[tuple[Any, tuple[int, ...]], Any] = {}
@@ -48,6 +48,8 @@ class CachedPrefixes:
         if isinstance(event, BlockStored):
             parent, size = event.parent_block_hash, event.block_size
             for index, block_hash in enumerate(event.block_hashes):
+                if event.extra_keys and event.extra_keys[index]:
+                    return  # the next blocks follow this one
                 key = parent, tuple(event.token_ids[index * size : (index + 1) * size])
                 self._by_tokens[key], self._by_hash[block_hash] = block_hash, key
                 parent = block_hash

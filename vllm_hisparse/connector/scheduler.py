@@ -79,7 +79,7 @@ class HiSparseSchedulerConnector:
     ):
         self.groups, self.layout, self.transport = groups, groups.layout, transport
         self.events: HostPoolEvents | None = None
-        if publishes_events and enable_caching:
+        if publishes_events:
             is_mla = self.layout.num_kv_heads is None
             block_pool = kv_cache_manager.block_pool
             self.events = HostPoolEvents(self.layout.block_size, groups.hot_group_id, is_mla, block_pool)
