@@ -7,6 +7,7 @@ token and all later tokens, which the decode side computes, it rounds all keys t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -222,7 +223,7 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair, tmp_path: Path) -> No
     lengths = pair.case.lengths
     prompts = [make_prompt(length, seed=1) for length in lengths]
     narrow = start_narrow_reference(pair.model, prompts, tmp_path) if pair.case.has_narrow_keys else None
-    replies, stock = [], []
+    replies, stock, seconds = [], [], [0.0]
     for length, prompt in zip(lengths, prompts, strict=True):
         before = pair.decode.metric("hisparse_transfer_bytes_to_host")
         replies.append(completion(pair.decode.complete(prompt, NUM_NEW, pair.prefilled(prompt))))
@@ -230,6 +231,7 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair, tmp_path: Path) -> No
         received = pair.decode.metric("hisparse_transfer_bytes_to_host") - before
         expected_bytes = -(-length // pair.case.block_size) * pair.case.block_size * pair.case.token_bytes
         assert received == expected_bytes, pair.warnings()
+        seconds.append(pair.decode.metric("hisparse_transfer_time_seconds_sum"))
     through_buffer = pair.decode.metric("hisparse_transfer_bytes_through_buffer")
     has_buffer = "import_buffer_gib" in pair.case.options
     assert through_buffer == (pair.decode.metric("hisparse_transfer_bytes_to_host") if has_buffer else 0)
@@ -237,7 +239,9 @@ def test_imported_prompts_give_the_same_tokens(pair: Pair, tmp_path: Path) -> No
         assert pair.decode.metric("hisparse_transfer_bytes_to_device") == 0
     expected = narrow.phases()[0]["completions"] if narrow else stock
     found = differences(replies, expected)
-    report(f"pd_{pair.name}", [{"length": length, **one} for length, one in zip(lengths, found, strict=True)])
+    took = [round(after - before, 3) for before, after in itertools.pairwise(seconds)]
+    rows = zip(lengths, took, found, strict=True)
+    report(f"pd_{pair.name}", [{"length": length, "transfer_s": each, **one} for length, each, one in rows])
     if narrow:
         report(f"pd_{pair.name}_8_bits", differences(stock, expected))
     assert_same_but_ties(replies, expected)
@@ -249,9 +253,10 @@ def test_an_import_takes_no_device_memory(pair: Pair) -> None:
         pytest.skip("the KV of full-KV layers does go to the device")
     warm, prompt = make_prompt(32001, seed=2), make_prompt(32000, seed=2)
     pair.decode.complete(warm, 2, pair.prefilled(warm))
-    transfer = pair.prefilled(prompt)
+    transfer, before = pair.prefilled(prompt), pair.decode.metric("hisparse_transfer_bytes_to_host")
     with DeviceMemory() as memory:
         assert pair.decode.complete(prompt, 2, transfer)["choices"]
+    assert pair.decode.metric("hisparse_transfer_bytes_to_host") > before, pair.warnings()
     prompt_bytes = 32000 * pair.case.token_bytes
     report(f"pd_memory_{pair.name}", {"transient_bytes": memory.transient, "prompt_bytes": prompt_bytes})
     assert memory.transient < prompt_bytes // 8
