@@ -52,11 +52,12 @@ HOST_POOL_GIB = {"cpu": 0.06, "gpu": 0.16}  # less than the requests in flight n
 MAX_SHOWN = 10
 
 Device = StrEnum("Device", ["cpu", "gpu"])
+System = StrEnum("System", ["plugin", "full_kv"])
 app = typer.Typer(add_completion=False)
 
 
-def engine_args(device: Device, options: dict[str, Any] | None, drafts: int) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; without options of the connector, full KV that computes one request at a time."""
+def shared_args(device: Device) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for all engines of a soak."""
     args: dict[str, Any] = {"seed": 0, "gpu_memory_utilization": 0.3}
     if device == Device.cpu:
         args = {"seed": 0, "dtype": "float32", "enforce_eager": True, "max_model_len": 1536}
@@ -67,11 +68,21 @@ def engine_args(device: Device, options: dict[str, Any] | None, drafts: int) -> 
         args |= {"attention_config": {"backend": "FLASHMLA_SPARSE", "sparse_mla_force_mqa": True}}
         args |= {"hf_overrides": {"max_position_embeddings": 1 << 18}}
         args |= {"kernel_config": {"enable_flashinfer_autotune": False}}
-    if options is None:
-        return args | {"max_num_seqs": 1, "enable_prefix_caching": False}
-    transfer = {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
-    args |= {"max_num_seqs": 20 if device == Device.cpu else 32, "scheduling_policy": "priority"}
-    args |= {"kv_transfer_config": transfer, "disable_log_stats": False}
+    return args
+
+
+def judge_args(device: Device) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for full KV that computes one request at a time."""
+    return shared_args(device) | {"max_num_seqs": 1, "enable_prefix_caching": False}
+
+
+def engine_args(device: Device, options: dict[str, Any] | None, drafts: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the engine that serves the clients; without options of the connector, full KV."""
+    args = shared_args(device) | {"max_num_seqs": 20 if device == Device.cpu else 32, "scheduling_policy": "priority"}
+    args["disable_log_stats"] = False
+    if options is not None:
+        transfer = {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_both"}
+        args["kv_transfer_config"] = transfer | {"kv_connector_extra_config": options}
     if drafts:
         args["speculative_config"] = {
             "method": "ngram",
@@ -99,15 +110,13 @@ def connector_options(device: Device, pool_gib: float, tier_dir: str, tier_gib: 
 
 
 def model_of(device: Device) -> Path:
-    """A tiny model; on a GPU one whose heads and top-k are those that its kernels take."""
-    if device == Device.cpu:
-        return ROOT / "build" / "models" / "dsv32"
-    path = ROOT / "build" / "models" / "dsv32-soak"
-    if not (path / "config.json").exists():
-        from vllm_hisparse.cli.tiny_model import make_model
+    """Make a tiny model unless it is there; on a GPU one whose heads and top-k are those that its kernels take."""
+    from vllm_hisparse.cli.tiny_model import make_model
 
-        make_model("dsv32", path, num_layers=4, num_heads=64, index_n_heads=64, index_topk=2048)
-    return path
+    models = ROOT / "build" / "models"
+    if device == Device.cpu:
+        return make_model("dsv32", models / "dsv32")
+    return make_model("dsv32", models / "dsv32-soak", num_heads=64, index_n_heads=64, index_topk=2048)
 
 
 # NOTE: a session that waits for its next turn keeps its blocks, and vLLM preempts no request that waits.
@@ -328,6 +337,9 @@ def run(
     ctx: typer.Context,
     minutes: Annotated[float, typer.Option(help="how long")] = 240.0,
     device: Annotated[Device, typer.Option(help="cpu or gpu")] = Device.cpu,
+    system: Annotated[
+        System, typer.Option(help="full_kv: shows how often full KV's own rounding makes tokens that count as wrong")
+    ] = System.plugin,
     host_pool_gib: Annotated[
         float | None, typer.Option(help="host pool, less than requests need together; default: 0.06 (cpu), 0.16 (gpu)")
     ] = None,
@@ -359,7 +371,7 @@ def run(
     with tempfile.TemporaryDirectory() as tier_dir:
         options = connector_options(device, pool_gib, tier_dir, tier_gib, drafts)
         job = {
-            "engine": model | engine_args(device, options, drafts),
+            "engine": model | engine_args(device, options if system == System.plugin else None, drafts),
             "async_on_cpu": async_scheduling and device == Device.cpu,
             "max_sessions": MAX_SESSIONS,
             "tier_dir": tier_dir,
@@ -372,7 +384,7 @@ def run(
         }
         engine, engine_end = context.Pipe()
         full_kv, full_kv_ends = zip(*(context.Pipe() for _ in range(judges)), strict=True)
-        full_kv_args = model | engine_args(device, None, 0)
+        full_kv_args = model | judge_args(device)
         processes = [
             context.Process(target=serve_full_kv, args=(end, full_kv_args), daemon=True) for end in full_kv_ends
         ]
@@ -383,8 +395,8 @@ def run(
         signal.signal(signal.SIGTERM, lambda *_: send_end(engine))
         panel = [Judge(each, TIE_MARGIN[device], full_kv_args["max_num_batched_tokens"]) for each in full_kv]
         end, comparisons = None, Comparisons(panel)
-        described = {"device": str(device), "model": "tiny dsv32", "drafts": drafts, "live": live, "seed": seed}
-        described |= {"host_pool_gib": pool_gib}
+        described = {"device": str(device), "system": str(system), "model": "tiny dsv32", "drafts": drafts}
+        described |= {"live": live, "seed": seed, "host_pool_gib": pool_gib if system == System.plugin else None}
         described |= {"async_scheduling": async_scheduling or device == Device.gpu, "judges": judges}
         try:
             for connection in full_kv:

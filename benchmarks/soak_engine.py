@@ -245,8 +245,36 @@ class Clients:
         self._report({name: getattr(conversation, name) for name in names})
 
 
-class Watch:
-    """Looks at an engine in this process between steps: memory, pools, counters.
+class FullKVWatch:
+    """Looks at an engine with full KV in this process between steps: memory and counters.
+
+    Args:
+        llm: vLLM's `LLM`.
+    """
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+
+    def sample(self) -> dict[str, Any]:
+        """Return the state of memory, and numbers of requests."""
+        metrics = {each.name: each.value for each in self._llm.get_metrics() if hasattr(each, "value")}
+        return {
+            **memory(),
+            "running": round(metrics["vllm:num_requests_running"]),
+            "waiting": round(metrics["vllm:num_requests_waiting"]),
+            "preempted": round(metrics["vllm:num_preemptions"]),
+            "wrong_rows": 0,
+        }
+
+    def end(self) -> dict[str, Any]:
+        """Return what is left in an engine without requests; everything should be 0."""
+        block_pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        # NOTE: one block is never given to a request.
+        return {"device_blocks_used": block_pool.num_gpu_blocks - 1 - block_pool.get_num_free_blocks()}
+
+
+class Watch(FullKVWatch):
+    """Looks at an engine with the plugin in this process between steps: also pools, rows and tiers.
 
     Args:
         llm: vLLM's `LLM`.
@@ -255,7 +283,8 @@ class Watch:
     """
 
     def __init__(self, llm: Any, offline: Any, tier_dir: Path):
-        self._llm, self._offline, self._tier_dir = llm, offline, tier_dir
+        super().__init__(llm)
+        self._offline, self._tier_dir = offline, tier_dir
         self.recorder = offline.make_recorder(llm)
         self.row_check = offline.RowCheck(self.recorder.halves[1], every=50, corrupt=False)
 
@@ -268,14 +297,9 @@ class Watch:
         scheduler, worker = self.recorder.halves
         scheduler.tracker.check_integrity()
         worker.hot_buffer.check_integrity()
-        metrics = {each.name: each.value for each in self._llm.get_metrics() if hasattr(each, "value")}
-        return {
-            **memory(),
+        return super().sample() | {
             "tier_files": sum(1 for _ in self._tier_dir.rglob("*.bin")),
             "tier_buffer_mib": self._tier_buffer_mib(),
-            "running": round(metrics["vllm:num_requests_running"]),
-            "waiting": round(metrics["vllm:num_requests_waiting"]),
-            "preempted": round(metrics["vllm:num_preemptions"]),
             "host_blocks_used": scheduler.host_pool.num_used,
             "host_blocks_cached": scheduler.host_pool.num_cached,
             "tier_loaded_blocks": self.recorder.counters["tier_loaded_blocks"],
@@ -320,7 +344,8 @@ def serve(connection: Connection, job: dict[str, Any]) -> None:
     from vllm import LLM
 
     llm = LLM(**job["engine"])
-    watch = Watch(llm, offline, Path(job["tier_dir"]))
+    has_plugin = "kv_transfer_config" in job["engine"]
+    watch = Watch(llm, offline, Path(job["tier_dir"])) if has_plugin else FullKVWatch(llm)
     clients = Clients(
         llm.llm_engine,
         Lengths(**job["lengths"]),

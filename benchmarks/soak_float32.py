@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import RESULTS, show, track, write_result
-from benchmarks.soak import Device, model_of
+from benchmarks.soak import Device, judge_args, model_of
 
 NUM_BEST = 20  # tokens whose logprobs are asked for
+# Arguments of full KV that are the same as on the GPU.
+SAME_ARGS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "hf_overrides", "enable_prefix_caching")
 RESULT = RESULTS / "cpu" / "soak_float32.json"
 
 app = typer.Typer(add_completion=False)
@@ -46,13 +48,8 @@ def run(
     from vllm import LLM, SamplingParams
 
     (row,) = json.loads(soak.read_text())["rows"]
-    sizes = {
-        "max_model_len": 20480,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": 1,
-        "kv_cache_memory_bytes": 1 << 30,
-    }
-    sizes |= {"hf_overrides": {"max_position_embeddings": 1 << 18}, "enable_prefix_caching": False}
+    full_kv = judge_args(Device.gpu)
+    sizes = {name: full_kv[name] for name in SAME_ARGS} | {"kv_cache_memory_bytes": 1 << 30}
     llm = LLM(str(model_of(Device.gpu)), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, **sizes)
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=NUM_BEST, detokenize=False)
     rows = []

@@ -23,6 +23,7 @@ from benchmarks.soak import (
     verdict,
 )
 from benchmarks.soak_engine import Clients, Lengths
+from benchmarks.soak_float32 import distances
 from vllm_hisparse.config import HiSparseConfig
 
 PROMPT = [5, 6, 7]
@@ -385,3 +386,8 @@ def test_clients_that_stop_end_their_sessions(engine: Engine) -> None:
     clients.act()
     clients.stop()
     assert not engine.prompts and len(engine.ended) == num_ended
+
+
+def test_float32_tells_how_much_less_likely_tokens_are() -> None:
+    logprobs = {7: SimpleNamespace(logprob=-1.5), 3: SimpleNamespace(logprob=-1.25), 9: SimpleNamespace(logprob=-3.0)}
+    assert distances(logprobs) == {7: 0.25, 3: 0.0, 9: 1.75}

@@ -8,6 +8,7 @@ import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from vllm_hisparse.config import HiSparseConfigError
 from vllm_hisparse.connector.import_buffer import (
+    HELD_UP_S,
+    LONG_CALL_S,
     PART_BYTES,
     STUCK_S,
     ImportBuffer,
@@ -401,6 +404,33 @@ def test_instances_that_hang_in_all_parts_stop_no_others() -> None:
     assert host.arrived[3:] == ["hangs"]
     pages = {97: 50} | {page: page for page in range(15)} | {60 + page: 30 + page for page in range(18)}
     host.assert_holds(pages | {99: 59} | {80 + page: 40 + page for page in range(10)})
+
+
+def test_reads_that_hold_up_the_engine_are_reported_once_per_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, call_s = Host(num_parts=2, pages_per_part=5), LONG_CALL_S / 2
+    start_read = host.prefill.start_read
+
+    def start_slowly(*args: Any) -> tuple[Read | None, bool]:
+        host.now += call_s
+        return start_read(*args)
+
+    def messages_of(request_id: str, source: Source, num_pages: int) -> list[str]:
+        with unittest.TestCase().assertLogs("vllm.vllm_hisparse.connector.import_buffer", logging.WARNING) as logs:
+            logging.getLogger("vllm.vllm_hisparse.connector.import_buffer").warning("no other")
+            host.add(request_id, list(range(num_pages)), list(range(num_pages)), source)
+            host.run()
+        return [record.getMessage() for record in logs.records][1:]
+
+    monkeypatch.setattr(host.prefill, "start_read", start_slowly)
+    assert not messages_of("quick", SOURCE, 60)
+    call_s = HELD_UP_S / 2
+    assert not messages_of("short", SOURCE, 5)
+    (message,) = messages_of("long", SOURCE, 20)
+    assert "held up the engine for 2.0 s while it read a prompt of prefill instance prefill" in message
+    assert not messages_of("again", SOURCE, 20)
+    (message,) = messages_of("from another", OTHER, 20)
+    assert "prefill instance other" in message
+    assert host.arrived == ["quick", "short", "long", "again", "from another"]
 
 
 @pytest.mark.parametrize("knows_others", [False, True])

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from vllm.logger import init_logger
@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
     from vllm_hisparse.kv_manager.rows.page_writer import PageWriter, Writing
 
+Result = TypeVar("Result")
+
 PART_BYTES = 64 << 20
 # Seconds in which no part is given, read or freed, after which prompts that find no part are read without one.
 STUCK_S = 10.0
+# Calls of NIXL that take `LONG_CALL_S` seconds hold up the engine. With `HELD_UP_S` seconds of them, a prompt is
+# reported.
+LONG_CALL_S, HELD_UP_S = 0.05, 2.0
 
 logger = init_logger(f"vllm.{__name__}")  # NOTE: vLLM configures handlers for its own name only.
 
@@ -103,6 +108,7 @@ class _Import:
         num_rounds: reads and copies that have not ended.
         has_failed: True if a read has failed; no more reads are started.
         is_given_up: True if nobody needs the pages any more; no more reads and copies are started.
+        held_up_s: seconds of the long calls of NIXL for these pages.
     """
 
     request_id: str
@@ -115,6 +121,7 @@ class _Import:
     num_rounds: int = 0
     has_failed: bool = False
     is_given_up: bool = False
+    held_up_s: float = 0.0
 
     @property
     def needs_part(self) -> bool:
@@ -182,6 +189,7 @@ class ImportBuffer:
         self._last_change = 0.0  # time at which a part was given, read or freed
         self._changes: dict[str, float] = {}  # engine id -> the same for its parts, if it holds any
         self._named: set[str] = set()  # instances in a warning, until one of their parts changes
+        self._slow: set[str] = set()  # instances whose reads have held up the engine
 
     @property
     def pending(self) -> set[str]:
@@ -237,6 +245,7 @@ class ImportBuffer:
     def abandon(self, engine_id: str) -> None:
         """Forget a prefill instance: start no more reads from it, as if a read of each of its prompts had failed."""
         self._engine_ids.discard(engine_id)
+        self._slow.discard(engine_id)
         for each in self._imports:
             each.has_failed |= each.source.engine_id == engine_id
 
@@ -261,7 +270,7 @@ class ImportBuffer:
     def _has_ended(self, each: _Round) -> bool:
         owner, part = each.owner, each.part
         if each.read is not None:
-            has_ended, has_failed = self._reads.poll_read(owner.request_id, each.read)
+            has_ended, has_failed = self._timed(owner, self._reads.poll_read, each.read)
             owner.has_failed |= has_failed
             if not has_ended:
                 return False
@@ -311,11 +320,31 @@ class ImportBuffer:
         addresses, sizes, number = owner.addresses[pages], owner.sizes[pages], self._free.pop()
         memory = self.memory[number, : len(sizes) * page_bytes].view(-1, page_bytes)
         local, remote = pieces(memory.data_ptr() + np.arange(len(sizes)) * page_bytes, addresses, sizes)
-        read, is_started = self._reads.start_read(owner.request_id, owner.source, local, remote)
+        read, is_started = self._timed(owner, self._reads.start_read, owner.source, local, remote)
         self._part_changes(owner.source.engine_id)
         self._read_is_started(owner, pages.stop, _Part(number, memory, owner.places[pages]), read, is_started)
         if read is None:
             self._free.append(number)
+
+    def _timed(self, owner: _Import, call: Callable[..., Result], *args: Any) -> Result:
+        """Call NIXL for a prompt, and warn once per prefill instance if such calls hold up the engine.
+
+        NOTE: the start of a read over TCP has been seen to return only when the read before it had ended.
+        """
+        start, engine_id = self._clock(), owner.source.engine_id
+        result = call(owner.request_id, *args)
+        took = self._clock() - start
+        owner.held_up_s += took if took >= LONG_CALL_S else 0.0
+        if owner.held_up_s >= HELD_UP_S and engine_id not in self._slow:
+            self._slow.add(engine_id)
+            logger.warning(
+                "HiSparse: NIXL held up the engine for %.1f s while it read a prompt of prefill instance %s into the "
+                "import buffer. UCX may read over TCP instead of CUDA IPC: `vllm-hisparse doctor` tells. Set UCX's "
+                "variables for CUDA IPC on both sides, or remove import_buffer_gib.",
+                owner.held_up_s,
+                engine_id,
+            )
+        return result
 
     def _start_read_to_host(self, owner: _Import) -> None:
         """Read the rest of a prompt straight into the host pool."""
