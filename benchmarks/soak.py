@@ -9,7 +9,9 @@ broken off, is compared with that of another engine: stock vLLM with full KV, on
 at a tie alone: this engine's token is one of full KV's best ones, not farther from the best one than `TIE_MARGIN`, or
 full KV chooses it with other chunks of the prompt. The comparison then goes on behind this engine's token. Rows in hot
 buffers are compared with the host pool byte by byte, and host blocks that are taken are filled with NaN. Memory and
-pools are looked at every minute. SIGTERM to this process ends the soak early, as if its time were over.
+pools are looked at every minute. With `--system full_kv`, the clients talk to full KV instead, without host pool and
+tier; tokens that count as wrong then come from rounding alone. SIGTERM to this process ends the soak early, as if its
+time were over.
 """
 
 from __future__ import annotations

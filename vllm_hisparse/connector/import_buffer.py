@@ -329,7 +329,7 @@ class ImportBuffer:
     def _timed(self, owner: _Import, call: Callable[..., Result], *args: Any) -> Result:
         """Call NIXL for a prompt, and warn once per prefill instance if such calls hold up the engine.
 
-        NOTE: the start of a read over TCP has been seen to return only when the read before it had ended.
+        NOTE: over TCP, engines have been seen to make no step for more than a minute while such reads ran.
         """
         start, engine_id = self._clock(), owner.source.engine_id
         result = call(owner.request_id, *args)
