@@ -93,6 +93,7 @@ PARTS: dict[str, Part] = {
     # compiles FlashInfer's sparse MLA
     "parity_flashinfer": Part((PARITY,), "test_parity_with_cuda_graphs and flashinfer_sm90", 6),
     "memory": Part((MEMORY,), "test_vllm_sizes and (dense or fused)", 2, is_alone=True),
+    "pd_memory": Part((PD,), "takes_no_device_memory and (fp8 or buffer_blocks) and not mtp", 2, is_alone=True),
     "memory_llama_8b": Part((MEMORY,), "llama_8b", 1, is_alone=True),
     "ranks": Part(("tests/gpu/test_tensor_parallel.py",), num_engines=4, is_alone=True, num_gpus=2),
     "pd_ranks": Part((PD,), "imported and tp2", num_engines=2, is_alone=True, num_gpus=2),
