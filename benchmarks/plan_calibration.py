@@ -65,6 +65,7 @@ GROUPS = {  # of result files
         "h200/full_depth_managed_drafts.json",
         "h200/full_depth_managed_8_bits.json",
         "h200/full_depth_drafts_native.json",
+        "h200/full_depth_lrfu_managed.json",
     ),
     "keys in 4 bits": ("h200/full_depth_keys.json",),
     FORMER_KERNEL: ("h200/full_depth_keys_first.json", "h200/full_depth_keys_128k.json"),
@@ -338,12 +339,19 @@ def read_rows(folder: Path, group: str, name: str) -> list[Measured]:
 
 
 def _host_bytes(commands: str, row: dict[str, Any]) -> int:
-    """Return the bytes of the host pool of a row's engine, from the first command with its system and case."""
+    """Return the bytes of the host pool of a row's engine.
+
+    Its command is the one with its system and case, and of several the first with most of its options.
+    """
     parts = commands.split(" && ")
     own = [
         part for part in parts if f"--system {row['system']} " in part and f"{row['context']}x{row['requests']}" in part
     ]
-    return int(float(_option((own or parts)[0], "--host-pool-gib")) * 2**30)
+    options = [
+        f"--{name.replace('_', '-')} {row.get(name)} " for name in ("indexer_key_dtype", "rows_by_layer", "drafts")
+    ]
+    command = max(own or parts, key=lambda part: sum(option in f"{part} " for option in options))
+    return int(float(_option(command, "--host-pool-gib")) * 2**30)
 
 
 def _options(row: dict[str, Any]) -> dict[str, str]:

@@ -241,6 +241,18 @@ def test_imports(run) -> None:
     assert "memory" in row["transport"]
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_nixl_calls(run) -> None:
+    """Between two processes, from memory to memory."""
+    rows = run("nixl_calls", "--device", "cpu", "--mib", "8", "--piece-kib", "64")["rows"]
+    assert [(row["choice"], row["reads"]) for row in rows] == [
+        (name, n) for name in ("default", "tcp") for n in (1, 2, 4)
+    ]
+    for row in rows:
+        assert row["mib"] == 8 and 0 < row["longest_start_s"] + row["longest_poll_s"] <= row["seconds"]
+
+
 UCX_TABLES = """
 | ucp_context_0 intra-node cfg#1 | remote memory read by ucp_get*(multi) into cuda/GPU1 from cuda/dev[0] |
 |                       0..4095  | short                          | tcp/lo             |

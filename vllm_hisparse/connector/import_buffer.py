@@ -329,7 +329,7 @@ class ImportBuffer:
     def _timed(self, owner: _Import, call: Callable[..., Result], *args: Any) -> Result:
         """Call NIXL for a prompt, and warn once per prefill instance if such calls hold up the engine.
 
-        NOTE: over TCP, engines have been seen to make no step for more than a minute while such reads ran.
+        NOTE: where many engines shared a GPU, some made no step for more than a minute while such reads ran.
         """
         start, engine_id = self._clock(), owner.source.engine_id
         result = call(owner.request_id, *args)
@@ -339,8 +339,9 @@ class ImportBuffer:
             self._slow.add(engine_id)
             logger.warning(
                 "HiSparse: NIXL held up the engine for %.1f s while it read a prompt of prefill instance %s into the "
-                "import buffer. UCX may read over TCP instead of CUDA IPC: `vllm-hisparse doctor` tells. Set UCX's "
-                "variables for CUDA IPC on both sides, or remove import_buffer_gib.",
+                "import buffer. Too many processes may share the GPU, or UCX may read over TCP instead of CUDA IPC: "
+                "`vllm-hisparse doctor` tells. Set UCX's variables for CUDA IPC on both sides, or remove "
+                "import_buffer_gib.",
                 owner.held_up_s,
                 engine_id,
             )

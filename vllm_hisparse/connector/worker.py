@@ -79,8 +79,8 @@ class HiSparseWorkerConnector:
         )
         if transport is not None and config.host_pool_memory == "managed":
             logger.warning(
-                "HiSparse: host_pool_memory is 'managed'. With it, NIXL has been tried only over TCP and only on one "
-                "host. A network card may be unable to write there. If transfers fail, remove the option."
+                "HiSparse: host_pool_memory is 'managed'. With it, NIXL has been tried only between engines that share "
+                "a GPU. A network card may be unable to write there. If transfers fail, remove the option."
             )
         hot_layers, dtype = groups.hot_group.layer_names, groups.hot_spec.dtype
         self.store = HostKVStore(pool_layout, hot_layers, dtype, self.host_memory.memory)

@@ -337,6 +337,15 @@ def test_the_page_has_the_errors_of_the_result_file() -> None:
     assert deepest == worst
 
 
+def test_the_present_version_is_predicted() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())
+    cases = [row for row in found["rows"] if row["case"].startswith("full_depth_lrfu_managed:")]
+    errors = [100 * (row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] - 1) for row in cases]
+    page = " ".join((ROOT / "docs" / "planning.md").read_text().split())
+    assert f"The {len(cases)} cases of the [present version]" in page
+    assert f"predicted between {-min(errors):.0f}% too low and {max(errors):.0f}% too high" in page
+
+
 def test_every_row_of_the_result_files_is_predicted_or_says_why() -> None:
     results = ROOT / "benchmarks" / "results"
     names = [name for group in GROUPS.values() for name in group]
