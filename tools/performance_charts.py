@@ -12,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.full_depth import relative_speeds, title
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 COLUMNS = {
@@ -22,8 +24,36 @@ COLUMNS = {
 }
 
 
+# Indexer keys, and whether layers have different numbers of hot rows
+OPTIONS = {
+    ("auto", False): "plugin, default options",
+    ("auto", True): "rows by layer",
+    ("fp4", True): "rows by layer and keys in 4 bits",
+}
+
+
 def rows(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def draw_present_version() -> None:
+    """Tokens per second with the plugin's options, case by case, relative to full KV."""
+    found = [row for row in rows("full_depth_lrfu_managed") if not row["drafts"]]
+    full = [row for row in found if row["system"] == "full"]
+    cases = [title(row) for row in sorted(full, key=lambda row: (row["requests"] == 16, row["selection"] == "trace"))]
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    for index, (options, label) in enumerate(OPTIONS.items()):
+        own = [row for row in found if (row["indexer_key_dtype"], row["rows_by_layer"] != "equal") == options]
+        speeds = {case: speed for (system, case), speed in relative_speeds(own + full).items() if system == "ours"}
+        places = [place + 0.27 * (index - 1) for place, case in enumerate(cases) if case in speeds]
+        ratios = [speeds[case] for case in cases if case in speeds]
+        bars = axis.bar(places, ratios, width=0.25, label=label)
+        axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=8)
+    axis.axhline(1, color="grey", linewidth=0.8, label="full KV")
+    axis.set(ylabel="tokens/s, full KV = 1", xticks=range(len(cases)), ylim=(0, 3.2))
+    axis.set_xticklabels(cases, fontsize=8)
+    axis.legend(loc="upper left", ncols=4, fontsize=8)
+    figure.savefig(ROOT / "docs" / "figures" / "present_version.png", dpi=120)
 
 
 def draw_swap_in() -> None:
@@ -62,5 +92,6 @@ def draw_drafts() -> None:
 
 
 if __name__ == "__main__":
+    draw_present_version()
     draw_swap_in()
     draw_drafts()
