@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A prefill instance, a decode instance and a router on one machine. Ctrl-C ends all three.
 #   PREFILL_GPUS=0 DECODE_GPUS=1 examples/prefill_decode.sh $MODEL
+#   ALGORITHM=quest examples/prefill_decode.sh $DENSE_MODEL --block-size 256
 #   DEVICE=cpu examples/prefill_decode.sh
 set -euo pipefail
 source "$(dirname "$0")/common.sh"

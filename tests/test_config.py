@@ -704,6 +704,7 @@ def test_refuses_unknown_algorithms_with_the_known_ones(name: str) -> None:
     message = parse_refusal({**GIB, "algorithm": name})
     known = "one of cluster_kv, dsa, msa, oracle, pq_cache, quest, streaming_llm"
     check_parts(message, "algorithm", repr(name), known, "Correct the name.")
+    assert ("(No module named 'package')" in message) == (name == "package.qest"), "its folder may not be on PYTHONPATH"
 
 
 @pytest.mark.parametrize(
@@ -779,6 +780,13 @@ def test_refuses_full_kv_layers_of_a_dsa_model() -> None:
 def test_refuses_models_that_an_algorithm_does_not_support(changes: dict[str, Any], kind: str) -> None:
     message = dense_refusal({"algorithm": "quest"}, **changes)
     check_parts(message, "algorithm", "'quest'", kind, "Serve another model")
+
+
+def test_refuses_an_algorithm_for_a_model_that_selects_rows_itself() -> None:
+    message = refusal({**GIB, "algorithm": "quest"})
+    check_parts(
+        message, "algorithm", "'quest'", "selects rows itself, for which algorithm is dsa", "Remove the option."
+    )
 
 
 @pytest.mark.parametrize(

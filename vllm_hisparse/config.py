@@ -731,6 +731,7 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     reasons = {
+        "a model that selects rows itself, for which algorithm is dsa": hasattr(text_config, "index_topk"),
         "a model with multi-head latent attention": model.use_mla,
         "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
         "a model that selects blocks itself, for which algorithm is msa": _selects_blocks(model),
@@ -745,7 +746,7 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
                 "algorithm",
                 config.algorithm,
                 f"a decoder with full attention in every layer, such as Llama or Qwen3; {model.model} is {kind}",
-                f"Serve another model, or remove {CONNECTOR_NAME}.",
+                "Remove the option." if "selects rows" in kind else f"Serve another model, or remove {CONNECTOR_NAME}.",
             )
 
 

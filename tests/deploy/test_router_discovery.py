@@ -72,6 +72,7 @@ class EngineHandler(JsonHandler):
     served: list[tuple[str, bool]] = []  # (pod, whether it was asked for a prefill)
     decodes: dict[str, str] = {}  # first word of a prompt -> the pod that decoded it
     together = threading.Barrier(1)  # decodes that run at the same time
+    args: dict[str, list[str]] = {}  # pod -> arguments of its engine
 
     def do_GET(self) -> None:
         self.reply({"data": [{"id": "m"}]})
@@ -79,6 +80,9 @@ class EngineHandler(JsonHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         if self.path == "/v1/completions/render":
+            if "--enable-scale-out" not in self.args[self.server.server_address[0]]:  # as in vLLM
+                self.send_error(403)
+                return
             self.reply([{"token_ids": [zlib.crc32(word.encode()) for word in body["prompt"].split()]}])
             return
         if self.path == "/v1/completions":
@@ -109,6 +113,11 @@ def ending_pod() -> dict:
 def deployments(rendering: str = "default") -> dict[str, dict]:
     documents = [doc for doc in yaml.safe_load_all((RENDERED / f"{rendering}.yaml").read_text()) if doc]
     return {doc["metadata"]["name"]: doc for doc in documents if doc["kind"] == "Deployment"}
+
+
+def engine_args(rendering: str, component: str) -> list[str]:
+    pod_spec = deployments(rendering)[f"hisparse-{component}"]["spec"]["template"]["spec"]
+    return next(each for each in pod_spec["containers"] if "--served-model-name" in " ".join(each["args"]))["args"]
 
 
 @contextmanager
@@ -147,7 +156,9 @@ def router_process(directory: Path, rendering: str, port: int, api_port: int, en
 def router_port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]:
     """The router's port; it has found all pods. A parameter names the rendering."""
     port, api_port, engine_port = free_ports(3)
+    rendering = getattr(request, "param", "default")
     EngineHandler.served.clear()
+    EngineHandler.args = {address: engine_args(rendering, PODS[address]) for address in ENGINES}
     KubernetesHandler.ending.clear()
     with (
         serving(LOOPBACK, api_port, KubernetesHandler),
@@ -156,7 +167,7 @@ def router_port(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]
         serving(ENGINES[2], engine_port, EngineHandler),
         ProcessGroup(grace_s=1) as group,
     ):
-        group.start(router_process(tmp_path, getattr(request, "param", "default"), port, api_port, engine_port))
+        group.start(router_process(tmp_path, rendering, port, api_port, engine_port))
         group.wait_healthy(SETTLE_S)
         wait_for(lambda: ready_engines(port) == (1, 2), SETTLE_S)
         yield port

@@ -114,3 +114,15 @@ def test_block_sizes_differ(cluster: Cluster, name: str):
     assert_same(decode.complete(good, 8, cluster.prefilled(good)), cluster.prefill.complete(good, 8))
     decode.wait_empty()
     assert decode.metric("hisparse_transfer_failures") == failures + 1
+
+
+def test_a_longer_prompt_in_blocks_of_another_size_is_computed_here(cluster: Cluster):
+    """The log says at start-up what prefill instances need, and then what is wrong."""
+    prompt, decode = make_prompt(300, seed=10), cluster.decode["quest"]
+    transfer = cluster.small_blocks.complete(prompt, 1, dict(DO_PREFILL))["kv_transfer_params"]
+    refused = decode.metric("hisparse_transfers_refused")
+    assert_same(decode.complete(prompt, 8, transfer), cluster.prefill.complete(prompt, 8))
+    assert decode.metric("hisparse_transfers_refused") == refused + 1
+    log = (cluster.log_dir / "quest.log").read_text()
+    assert "--block-size is not set; blocks have 128 tokens" in log
+    assert "3 of 128 tokens each; start both sides with the same --block-size" in log

@@ -273,6 +273,13 @@ def _log_summary(
         by_host,
         groups.device_kv_bytes / full_bytes,
     )
+    role, has_own_blocks = vllm_config.kv_transfer_config.kv_role, config.algorithm not in ("dsa", "msa")
+    if role == "kv_consumer" and has_own_blocks and not vllm_config.cache_config.user_specified_block_size:
+        logger.info(
+            "HiSparse: --block-size is not set; blocks have %d tokens. Prefill instances need blocks of the same size: "
+            "set --block-size on both sides.",
+            layout.block_size,
+        )
     if groups.hot_spec.elastic:
         logger.info(
             "HiSparse: hot buffers grow with their sequences up to that size, and beyond while device memory is free; "

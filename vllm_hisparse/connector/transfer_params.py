@@ -99,7 +99,8 @@ class TransferParams(BaseModel):
         num_blocks = -(-num_tokens // block_size)
         if len(self.remote_block_ids[0]) != num_blocks:
             got = f"{len(self.remote_block_ids[0])} blocks"
-            raise TransferRefused("remote_block_ids", got, f"{num_blocks} of {block_size} tokens each")
+            expected = f"{num_blocks} of {block_size} tokens each; start both sides with the same --block-size"
+            raise TransferRefused("remote_block_ids", got, expected)
 
 
 def asks_for_transfer(params: object) -> bool:

@@ -766,6 +766,21 @@ def test_back_ends_that_read_large_heads(tmp_path: Path, gpu: str, head_size: in
     assert ("refuses FLASH_ATTN, too" in (found["gpu_warning"] or "")) == (backend == "TRITON_ATTN")
 
 
+@pytest.mark.parametrize(("model", "tokens"), [("Llama-3.1-8B", 256), ("Qwen3-8B", 256), ("DeepSeek-V3.2", None)])
+def test_both_sides_of_a_dense_pair_have_blocks_of_one_size(model: str, tokens: int | None) -> None:
+    """A stock prefill instance would have smaller blocks than the plugin chooses."""
+    words = ("--tensor-parallel-size", "8") if model == "DeepSeek-V3.2" else ()
+    found = planned(model, *words)
+    for title in ("prefill", "decode"):
+        command = shlex.split(found["commands"][title])
+        assert (command[command.index("--block-size") + 1] if "--block-size" in command else None) == (
+            None if tokens is None else str(tokens)
+        )
+    assert "--block-size" not in found["commands"]["one instance"], "the plugin chooses it"
+    assert found["helm_values"]["engine"].get("blockSize") == tokens
+    assert found["ray_options"]["engine_kwargs"].get("block_size") == tokens
+
+
 @pytest.mark.long
 def test_both_sides_of_a_pair_have_gpus_of_their_own() -> None:
     """The prefill side alone has a side channel."""

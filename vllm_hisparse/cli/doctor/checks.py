@@ -39,6 +39,7 @@ PORTS = {
     8000: "the API",
     8100: "the API of a prefill instance",
     8200: "the API of a decode instance",
+    29000: "the router's metrics (--prometheus-port)",
 }
 
 

@@ -80,6 +80,14 @@ def engine_flags(plan: Plan, kv_cache_dtype: str) -> list[str]:
     return flags + draft_flags(plan)
 
 
+def block_size(plan: Plan) -> int | None:
+    """Return the tokens of a block that both sides of a pair have to be told; None if vLLM's own choice is right.
+
+    The plugin chooses larger blocks for a dense model than a stock prefill instance.
+    """
+    return None if plan.model.is_dsa or plan.model.selects_blocks else plan.memory.layout.block_size
+
+
 def model_options(plan: Plan) -> dict[str, Any]:
     """Return the engine arguments that the model needs on both sides."""
     if not plan.model.selects_blocks:
@@ -158,6 +166,8 @@ def commands(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, str]:
     else:
         hosts = "$PREFILL_HOST", "$DECODE_HOST"
         prefill, decode = f"VLLM_NIXL_SIDE_CHANNEL_HOST={hosts[0]} ", ""
+    if (num_tokens := block_size(plan)) is not None:
+        flags += ["--block-size", str(num_tokens)]
     if plan.import_buffer_gib:
         prefill += "".join(f"{name}={value} " for name, value in BLOCKS_OUTERMOST.items())
     return one | {
@@ -278,6 +288,8 @@ def helm_values(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     extra_args += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}"]
     engine: dict[str, Any] = {"kvCacheDtype": kv_cache_dtype, "maxModelLen": max_model_len(plan)}
     engine["extraArgs"] = model_flags(plan) + draft_flags(plan)
+    if (num_tokens := block_size(plan)) is not None:
+        engine["blockSize"] = num_tokens
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         engine["attentionBackend"] = backend[0]
     return {
@@ -294,6 +306,8 @@ def ray_options(plan: Plan, model: str, kv_cache_dtype: str) -> dict[str, Any]:
     engine_kwargs |= model_options(plan)
     if (backend := attention_backend(plan, kv_cache_dtype)) is not None:
         engine_kwargs["attention_backend"] = backend[0]
+    if (num_tokens := block_size(plan)) is not None:
+        engine_kwargs["block_size"] = num_tokens
     if plan.drafts:
         engine_kwargs["speculative_config"] = _drafts(plan)
     decode_kwargs: dict[str, Any] = {"max_num_seqs": max_num_seqs(plan)}

@@ -310,7 +310,7 @@ def check_directory(path: Path, identity: BlockIdentity, option: str) -> BlockId
                     option,
                     str(path),
                     f"an empty directory, or one of blocks with {IDENTITY} in it; this one has {sorted(others)[0]!r}",
-                    "Name a directory of its own: the least recently used files in it are deleted.",
+                    "Name an empty directory of its own.",
                 )
             _write_once(file, json.dumps(expected, indent=2))
         found = json.loads(file.read_text())

@@ -121,6 +121,9 @@ spec:
 - --tensor-parallel-size={{ max 1 (int $role.gpus) }}
 - --shutdown-timeout={{ $.Values.longestRequestSeconds }}
 - --disable-uvicorn-access-log
+{{- if has "cache_aware" (list $.Values.router.policy.prefill $.Values.router.policy.decode) }}
+- --enable-scale-out
+{{- end }}
 - {{ printf "--kv-transfer-config=%s" (index . 2) | quote }}
 {{- with (dig "hisparse" "deviceKvGiB" 0 $role) }}
 - --kv-cache-memory-bytes={{ mulf . 1073741824 | int64 }}
