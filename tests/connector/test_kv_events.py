@@ -183,3 +183,19 @@ def test_runs_of_blocks_share_an_event() -> None:
     events.removed(b"\3")
     [event] = events.take()
     assert (event.block_hashes, event.medium, event.group_idx) == ([5, 3], "CPU", 1)
+
+
+def test_the_events_of_a_reset_are_published_without_requests() -> None:
+    engine = ScriptedEngine()
+    publisher = Publisher(engine)
+    engine.ask("first", PROMPT, max_tokens=8)
+    engine.run_to_end()
+    engine.flush()
+    stored = {block_hash for event in publisher.take() for block_hash in event.block_hashes}
+    assert stored and not engine.scheduler.has_requests(), "the engine is idle"
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.scheduler.has_requests(), "a step is needed"
+    engine.flush()
+    (removed,) = publisher.take()
+    assert isinstance(removed, BlockRemoved) and set(removed.block_hashes) == stored
+    assert not engine.scheduler.has_requests()

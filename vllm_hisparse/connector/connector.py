@@ -31,6 +31,7 @@ from vllm_hisparse.kv_manager.rows.host_memory import num_host_pools
 from vllm_hisparse.kv_manager.tiers.make_tiers import make_tiers
 from vllm_hisparse.vllm_patches.failed_loads import release_failed_loads
 from vllm_hisparse.vllm_patches.orphaned_engines import end_with_parent
+from vllm_hisparse.vllm_patches.resets_in_flight import reset_between_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,6 +68,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         args = (vllm_config, kv_cache_config, groups, num_host_blocks)
         if role == KVConnectorRole.SCHEDULER:
             release_failed_loads()
+            reset_between_steps()
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
             # NOTE: the scheduler half needs vLLM's KV cache manager, which vLLM makes after this object.
             self._make_scheduler = partial(

@@ -214,8 +214,9 @@ class HiSparseSchedulerConnector:
         return self.events.take() if self.events else []
 
     def has_pending_work(self) -> bool:
-        """Return True if steps are needed even if there is no request."""
-        return self.tiers is not None and self.tiers.has_pending_work()
+        """Return True if steps are needed even if there is no request: for tiers, or to publish events."""
+        has_events = self.events is not None and bool(self.events.pending)
+        return has_events or (self.tiers is not None and self.tiers.has_pending_work())
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
