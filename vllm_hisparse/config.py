@@ -730,8 +730,9 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    model_top_k = getattr(text_config, "index_topk", None)
     reasons = {
-        "a model that selects rows itself, for which algorithm is dsa": hasattr(text_config, "index_topk"),
+        "a model that selects rows itself, for which algorithm is dsa": model_top_k is not None,
         "a model with multi-head latent attention": model.use_mla,
         "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
         "a model that selects blocks itself, for which algorithm is msa": _selects_blocks(model),
