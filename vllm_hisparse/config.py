@@ -474,7 +474,17 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
         tier = TIER_TYPES.get(str(detail["loc"][2])) if len(detail["loc"]) == 4 else None
         known = ", ".join(sorted(tier.model_fields if tier else [*HiSparseConfig.model_fields, *NIXL_OPTIONS]))
         return HiSparseConfigError(option, got, f"one of the known options: {known}", "Correct the name.")
-    message = detail["msg"].removeprefix("Input should be ")
+    if detail["type"] == "missing":
+        return HiSparseConfigError(
+            option, got, "a value: this option is required", "Add it to kv_connector_extra_config."
+        )
+    message = {
+        "string_pattern_mismatch": "HOST:PORT",  # the only pattern is that of peers
+        "union_tag_invalid": f"one of these types: {', '.join(TIER_TYPES)}",
+        "union_tag_not_found": f"a tier with a type: {', '.join(TIER_TYPES)}",
+    }.get(detail["type"], detail["msg"].removeprefix("Input should be "))
+    is_quoted = isinstance(detail["input"], str) and detail["type"] in ("float_type", "int_type", "bool_type")
+    message += ", without quotes" if is_quoted else ""
     return HiSparseConfigError(option, got, message, "Correct the value in kv_connector_extra_config.")
 
 
