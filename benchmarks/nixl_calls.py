@@ -119,7 +119,8 @@ def times(side: Side, handles: Sequence[Any]) -> dict[str, float]:
                 raise RuntimeError(f"a read is in state {state} after {TIMEOUT_S:.0f} s at most")
             if state == "DONE":
                 waiting.remove(handle)
-        time.sleep(POLL_S)
+        if waiting:
+            time.sleep(POLL_S)
     seconds = time.perf_counter() - begin
     for handle in handles:
         side.agent.release_xfer_handle(handle)
@@ -173,10 +174,12 @@ def run(
     for case in cases(device):
         for kib in piece_kib or (41, 1024):
             piece = kib << 10
+            if piece > mib << 20:
+                raise typer.BadParameter(f"{kib}: expected at most the {mib} MiB of a read", param_hint="--piece-kib")
             num_bytes = (mib << 20) // piece * piece * NUM_PARTS
             job = Job(device, num_bytes, piece, piece, threads)
             answer = measure(job, case)
-            size = {"choice": case.choice, "place": case.place, "piece_kib": kib, "mib": num_bytes // NUM_PARTS >> 20}
+            size = {"choice": case.choice, "place": case.place, "piece_kib": kib, "mib": mib}
             found = [{"error": answer}] if isinstance(answer, str) else answer
             for row in found:
                 typer.echo(json.dumps(size | row), err=True)

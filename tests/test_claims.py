@@ -779,7 +779,7 @@ def test_the_present_version() -> None:
     for label, key_dtype, has_list in cases:
         row, _ = present(label, key_dtype, has_list)
         blocks = int((84.5 if key_dtype == "fp4" else 85.45) * 2**30) // block
-        assert row["running_max"] in (row["requests"], blocks // -(-row["context"] // 64), 27)
+        assert row["running_max"] == min(row["requests"], blocks // -(-row["context"] // 64))
     pinned = [
         cell("full_depth_large_pool", "tokens_per_s", system="ours", indexer_key_dtype="fp4", drafts=0, **case)
         / cell("full_depth_large_pool", "tokens_per_s", system="full", drafts=0, **case)
@@ -1080,10 +1080,10 @@ def test_the_long_soak() -> None:
 
 def test_rows_by_layer() -> None:
     text = section("### Rows by layer")
-    for label, end in ((list(CASES)[2], "hits)"), (list(CASES)[3], "hits)")):
+    for label in list(CASES)[2:4]:
         (listed, _), (equal, _) = (present(label, "auto", has_list) for has_list in (True, False))
         gain = 100 * (listed["tokens_per_s"] / equal["tokens_per_s"] - 1)
-        hits = f"({listed['hit_rate']:.1%} instead of {equal['hit_rate']:.1%} {end}"
+        hits = f"({listed['hit_rate']:.1%} instead of {equal['hit_rate']:.1%} hits)"
         length = f"{label.split(',')[0]} {gain:.0f}% more"
         assert length in text and hits in text
     row, _ = present("56 requests of 34K, recorded trace", "fp4", True)
@@ -1611,10 +1611,11 @@ def test_how_long_imports_take_where_engines_share_a_gpu() -> None:
 def test_calls_of_nixl() -> None:
     found, text = results("h200/nixl_calls"), section("### Imports on one host")
     calls = [row[kind] for row in found for kind in ("longest_start_s", "longest_poll_s")]
-    assert 0.08 < max(calls) < 0.09 and "took longer than 0.09 s" in text
+    assert 0.08 < max(calls) < 0.09 and "No call that started or polled a read took longer than 0.09 s" in text
     assert {row["reads"] for row in found} == {1, 2, 4} and {row["piece_kib"] for row in found} == {41, 1024}
     assert {row["choice"] for row in found} == {"default", "one host", "tcp"} and {row["mib"] for row in found} == {64}
-    one = {row["choice"]: row["seconds"] for row in found if row["place"] == "device" and row["reads"] == 1}
+    large = [row for row in found if (row["place"], row["reads"], row["piece_kib"]) == ("device", 1, 1024)]
+    one = {row["choice"]: row["seconds"] for row in large}
     assert f"took {one['tcp']:.2f} s over TCP, and {one['default']:.3f} s with the defaults" in text
 
 

@@ -742,7 +742,7 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     model_top_k = getattr(text_config, "index_topk", None)
     reasons = {
-        "a model that selects rows itself, for which algorithm is dsa": model_top_k is not None,
+        "a model that selects rows itself, for which algorithm is dsa": model_top_k is not None and model.use_mla,
         "a model with multi-head latent attention": model.use_mla,
         "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
         "a model that selects blocks itself, for which algorithm is msa": _selects_blocks(model),

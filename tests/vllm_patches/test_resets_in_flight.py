@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
+
 import pytest
 from campaign.script import ScriptedEngine
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from vllm_hisparse.vllm_patches.resets_in_flight import reset_between_steps
 
 
 class ScriptedProcess(EngineCoreProc):
-    """vLLM's engine process, whose scheduler and steps are those of a script."""
+    """vLLM's engine process, whose scheduler and steps are those of a script.
 
-    def __init__(self, engine: ScriptedEngine):
-        self.engine, self.scheduler = engine, engine.scheduler
+    Args:
+        engine: the script.
+        adds_empty_steps: each call also schedules a step, as vLLM does if the connector has work without requests.
+    """
+
+    def __init__(self, engine: ScriptedEngine, adds_empty_steps: bool = False):
+        self.engine, self.scheduler, self.adds_empty_steps = engine, engine.scheduler, adds_empty_steps
+        self.input_queue: SimpleQueue = SimpleQueue()
 
     @property
     def batch_queue(self) -> list:
@@ -22,6 +31,8 @@ class ScriptedProcess(EngineCoreProc):
 
     def _process_engine_step(self) -> bool:
         assert self.scheduler.pause_state == PauseState.PAUSED_ALL, "nothing new is scheduled"
+        if self.adds_empty_steps:
+            self.engine.begin()
         self.engine.end()
         return True
 
@@ -42,12 +53,18 @@ def with_a_step_in_flight() -> ScriptedEngine:
     return engine
 
 
-def test_running_requests_forget_their_kv() -> None:
+@pytest.mark.parametrize("adds_empty_steps", [False, True])
+@pytest.mark.parametrize("state", [PauseState.UNPAUSED, PauseState.PAUSED_NEW])
+def test_running_requests_forget_their_kv(state: PauseState, adds_empty_steps: bool) -> None:
     engine = with_a_step_in_flight()
-    process = ScriptedProcess(engine)
+    engine.scheduler.set_pause_state(state)
+    process = ScriptedProcess(engine, adds_empty_steps)
     assert process.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert not engine.in_flight and engine.scheduler.pause_state == PauseState.UNPAUSED
+    assert len(engine.in_flight) == adds_empty_steps and engine.scheduler.pause_state == state
     assert not engine.host_pool.preempted(), "the KV of the preempted request is in the host pool"
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    while engine.in_flight:
+        engine.end()
     engine.run_to_end()
     engine.check_idle()
     assert engine.take_counters()["recomputed_tokens"] > 0
@@ -61,10 +78,13 @@ def test_a_reset_that_leaves_running_requests_alone_waits_for_nothing() -> None:
     engine.run_to_end()
 
 
-def test_a_failed_step_leaves_the_engine_unpaused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_a_step_in_flight()
     process = ScriptedProcess(engine)
     monkeypatch.setattr(process, "_process_engine_step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         process.reset_prefix_cache(reset_running_requests=True)
-    assert engine.scheduler.pause_state == PauseState.UNPAUSED
+    message, content = process.input_queue.get_nowait()
+    assert message == EngineCoreRequestType.EXECUTOR_FAILED and engine.scheduler.pause_state == PauseState.UNPAUSED
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        process._handle_client_request(message, content)

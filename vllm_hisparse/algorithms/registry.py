@@ -35,7 +35,8 @@ def find_algorithm(name: str) -> type[Selector]:
         algorithm = getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         # NOTE: the module of a dotted path may not be on PYTHONPATH, or may fail itself.
-        raise LookupError(f"{known} ({error})" if module_name else known) from None
+        reason = " ".join(str(error).split())[:200]
+        raise LookupError(f"{known} ({reason})" if module_name else known) from None
     if not (isinstance(algorithm, type) and issubclass(algorithm, Selector)):
         raise LookupError(known)
     return algorithm

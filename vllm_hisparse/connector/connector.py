@@ -275,8 +275,8 @@ def _log_summary(
         by_host,
         groups.device_kv_bytes / full_bytes,
     )
-    role, has_own_blocks = vllm_config.kv_transfer_config.kv_role, config.algorithm not in ("dsa", "msa")
-    if role == "kv_consumer" and has_own_blocks and not vllm_config.cache_config.user_specified_block_size:
+    role, is_dense = vllm_config.kv_transfer_config.kv_role, config.algorithm_class.model_family == "gqa"
+    if role == "kv_consumer" and is_dense and not vllm_config.cache_config.user_specified_block_size:
         logger.info(
             "HiSparse: --block-size is not set; blocks have %d tokens. Prefill instances need blocks of the same size: "
             "set --block-size on both sides.",

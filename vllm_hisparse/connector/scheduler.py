@@ -289,7 +289,8 @@ class HiSparseSchedulerConnector:
         None at all other calls.
         """
         self._calls_to_report -= 1
-        if self._calls_to_report > 0 and (self.tracker.requests or self.has_pending_work()):
+        has_tier_work = self.tiers is not None and self.tiers.has_pending_work()
+        if self._calls_to_report > 0 and (self.tracker.requests or has_tier_work):
             return None
         self._calls_to_report = CALLS_PER_REPORT
         return self.take_stats()
