@@ -278,32 +278,47 @@ def transport_of(log: str, is_device: bool, is_write: bool) -> str | None:
     return found
 
 
-def measure(job: Job, way: str, variables: dict[str, str]) -> dict[str, Any]:
-    """Measure one way in two new processes, because UCX reads its variables when it is loaded."""
+def ask_reader(job: Job, variables: dict[str, str], target: Callable[..., None], *args: Any) -> Any:
+    """Run `hold` and a reader in two new processes, because UCX reads its variables when it is loaded.
+
+    Args:
+        job: sizes of the transfers.
+        variables: environment of the process with the data.
+        target: function of the reader. It gets a connection for its answer, a connection to `hold`, `job` and `args`.
+
+    Returns:
+        The reader's answer; if there is none, why.
+    """
     context = multiprocessing.get_context("spawn")
     holder, holder_end = context.Pipe()
     reader, reader_end = context.Pipe()
+    processes = [
+        context.Process(target=hold, args=(holder_end, job, variables), daemon=True),
+        context.Process(target=target, args=(reader_end, holder, job, *args), daemon=True),
+    ]
+    for process in processes:
+        process.start()
+    for end in (holder, holder_end, reader_end):
+        end.close()
+    try:
+        answer = reader.recv() if reader.poll(START_TIMEOUT_S) else f"no answer in {START_TIMEOUT_S:.0f} s"
+    except EOFError:
+        answer = "a process has ended"
+    for process in processes:
+        process.join(5)  # at its end, it writes the rest of its log
+        process.kill()
+        process.join()
+    return answer
+
+
+def measure(job: Job, way: str, variables: dict[str, str]) -> dict[str, Any]:
+    """Measure one way in two new processes."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "ucx.log"
         logs = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
         # NOTE: the side that starts a transfer knows its transport.
         of_holder, of_reader = (logs, {}) if way == "push" else ({}, logs)
-        processes = [
-            context.Process(target=hold, args=(holder_end, job, variables | of_holder), daemon=True),
-            context.Process(target=read, args=(reader_end, holder, job, variables | of_reader, way), daemon=True),
-        ]
-        for process in processes:
-            process.start()
-        for end in (holder, holder_end, reader_end):
-            end.close()
-        try:
-            answer = reader.recv() if reader.poll(START_TIMEOUT_S) else f"no answer in {START_TIMEOUT_S:.0f} s"
-        except EOFError:
-            answer = "a process has ended"
-        for process in processes:
-            process.join(5)  # at its end, it writes the rest of the log
-            process.kill()
-            process.join()
+        answer = ask_reader(job, variables | of_holder, read, variables | of_reader, way)
         text = log.read_text(errors="replace") if log.is_file() else ""
     transport = None if way == "mapped" else transport_of(text, way in ("device", "bounce"), way == "push")
     if isinstance(answer, str):

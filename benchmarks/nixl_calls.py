@@ -10,7 +10,6 @@ the longest call of each kind, and the seconds until all reads have ended. The r
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import RESULTS, gpu_hardware, show, write_result
-from benchmarks.imports import START_TIMEOUT_S, TIMEOUT_S, Device, Job, Side, hold
+from benchmarks.imports import CHOICES, CPU_CHOICES, TIMEOUT_S, Device, Job, Side, ask_reader
 
-ONE_HOST = {"UCX_RMA_PPLN_ENABLE": "y", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
-TCP = {Device.gpu: {"UCX_TLS": "tcp,cuda_copy,self"}, Device.cpu: {"UCX_TLS": "tcp,self"}}
+ONE_HOST = CHOICES["GET over IPC, pipeline"]
+TCP = {Device.gpu: {"UCX_TLS": "tcp,cuda_copy,self"}, Device.cpu: CPU_CHOICES["TCP"]}
 NUM_READS = (1, 2, 4)
 NUM_PARTS = max(NUM_READS)
 POLL_S = 0.001
@@ -127,32 +126,8 @@ def times(side: Side, handles: Sequence[Any]) -> dict[str, float]:
     return {
         "longest_start_s": round(max(starts), 4),
         "longest_poll_s": round(max(polls), 4),
-        "seconds": round(seconds, 3),
+        "seconds": round(seconds, 4),
     }
-
-
-def measure(job: Job, case: Case) -> list[dict[str, Any]] | str:
-    """Measure a case in two new processes, because UCX reads its variables when it is loaded."""
-    context = multiprocessing.get_context("spawn")
-    holder, holder_end = context.Pipe()
-    reader, reader_end = context.Pipe()
-    processes = [
-        context.Process(target=hold, args=(holder_end, job, case.variables), daemon=True),
-        context.Process(target=read, args=(reader_end, holder, job, case), daemon=True),
-    ]
-    for process in processes:
-        process.start()
-    for end in (holder, holder_end, reader_end):
-        end.close()
-    try:
-        answer = reader.recv() if reader.poll(START_TIMEOUT_S) else f"no answer in {START_TIMEOUT_S:.0f} s"
-    except EOFError:
-        answer = "a process has ended"
-    for process in processes:
-        process.join(5)
-        process.kill()
-        process.join()
-    return answer
 
 
 @app.command()
@@ -178,7 +153,7 @@ def run(
                 raise typer.BadParameter(f"{kib}: expected at most the {mib} MiB of a read", param_hint="--piece-kib")
             num_bytes = (mib << 20) // piece * piece * NUM_PARTS
             job = Job(device, num_bytes, piece, piece, threads)
-            answer = measure(job, case)
+            answer = ask_reader(job, case.variables, read, case)
             size = {"choice": case.choice, "place": case.place, "piece_kib": kib, "mib": mib}
             found = [{"error": answer}] if isinstance(answer, str) else answer
             for row in found:

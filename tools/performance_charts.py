@@ -1,5 +1,7 @@
-#!/usr/bin/env python3
-"""Draws the charts of docs/performance.md that no benchmark draws itself, from the committed result files."""
+"""Draws the charts of docs/performance.md that no benchmark draws itself, from the committed result files.
+
+python -m tools.performance_charts
+"""
 
 from __future__ import annotations
 

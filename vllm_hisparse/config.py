@@ -740,9 +740,14 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     text_config = model.hf_text_config
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    model_top_k = getattr(text_config, "index_topk", None)
+    if getattr(text_config, "index_topk", None) is not None and model.use_mla:
+        raise HiSparseConfigError(
+            "algorithm",
+            config.algorithm,
+            f"none: {model.model} is a model that selects rows itself, for which algorithm is dsa",
+            "Remove the option.",
+        )
     reasons = {
-        "a model that selects rows itself, for which algorithm is dsa": model_top_k is not None and model.use_mla,
         "a model with multi-head latent attention": model.use_mla,
         "an encoder or pooling model": model.runner_type != "generate" or model.is_encoder_decoder,
         "a model that selects blocks itself, for which algorithm is msa": _selects_blocks(model),
@@ -757,7 +762,7 @@ def _check_dense_model(config: HiSparseConfig, vllm_config: VllmConfig) -> None:
                 "algorithm",
                 config.algorithm,
                 f"a decoder with full attention in every layer, such as Llama or Qwen3; {model.model} is {kind}",
-                "Remove the option." if "selects rows" in kind else f"Serve another model, or remove {CONNECTOR_NAME}.",
+                f"Serve another model, or remove {CONNECTOR_NAME}.",
             )
 
 

@@ -250,7 +250,9 @@ def test_nixl_calls(run) -> None:
         (name, n) for name in ("default", "tcp") for n in (1, 2, 4)
     ]
     for row in rows:
-        assert row["mib"] == 8 and 0 < row["longest_start_s"] + row["longest_poll_s"] <= row["seconds"]
+        assert (
+            row["mib"] == 8 and 0 < row["longest_start_s"] + row["longest_poll_s"] < row["seconds"] + 2e-4
+        )  # all are rounded
 
 
 UCX_TABLES = """

@@ -339,9 +339,8 @@ class ImportBuffer:
             self._slow.add(engine_id)
             logger.warning(
                 "HiSparse: NIXL held up the engine for %.1f s while it read a prompt of prefill instance %s into the "
-                "import buffer. Too many processes may share the GPU, or UCX may read over TCP instead of CUDA IPC: "
-                "`vllm-hisparse doctor` tells. Set UCX's variables for CUDA IPC on both sides, or remove "
-                "import_buffer_gib.",
+                "import buffer. Remove import_buffer_gib if many engines share the GPU, or if `vllm-hisparse doctor` "
+                "does not name CUDA IPC as UCX's transport.",
                 owner.held_up_s,
                 engine_id,
             )

@@ -216,7 +216,10 @@ class HiSparseSchedulerConnector:
     def has_pending_work(self) -> bool:
         """Return True if steps are needed even if there is no request: for tiers, or to publish events."""
         has_events = self.events is not None and bool(self.events.pending)
-        return has_events or (self.tiers is not None and self.tiers.has_pending_work())
+        return has_events or self._has_tier_work()
+
+    def _has_tier_work(self) -> bool:
+        return self.tiers is not None and self.tiers.has_pending_work()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Account for finished transfers and log finished requests."""
@@ -289,8 +292,7 @@ class HiSparseSchedulerConnector:
         None at all other calls.
         """
         self._calls_to_report -= 1
-        has_tier_work = self.tiers is not None and self.tiers.has_pending_work()
-        if self._calls_to_report > 0 and (self.tracker.requests or has_tier_work):
+        if self._calls_to_report > 0 and (self.tracker.requests or self._has_tier_work()):
             return None
         self._calls_to_report = CALLS_PER_REPORT
         return self.take_stats()
