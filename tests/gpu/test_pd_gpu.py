@@ -82,7 +82,8 @@ MTP_ARGS = (*FP8_ARGS, "--speculative-config", json.dumps({"method": "mtp", "num
 MTP_OPTIONS = {"device_buffer_size": 3 * 2048}
 DSA_LENGTHS = (1, 63, 64, 65, 2049, 4097, 12000, 32000)
 NARROW_LENGTHS = (1, 63, 64, 65, 2049, 4097, 8193, 12000)
-DENSE_ARGS = ("--attention-backend", "FLASH_ATTN", "--block-size", "64")
+DENSE_BACKEND = ("--attention-backend", "FLASH_ATTN")
+DENSE_ARGS = (*DENSE_BACKEND, "--block-size", "64")
 DENSE_OPTIONS = {"algorithm": "quest", "top_k": 16384, "device_buffer_size": 16384}
 DENSE_TOKEN = 2 * 4 * 2 * 32 * 2  # layers without dense ones, KV heads, key and value, elements, bf16
 DENSE_LENGTHS = (1, 15, 16, 65, 1000, 8000, 16000)
@@ -110,6 +111,15 @@ CASES = {
     "managed_buffer": Case("dsv32", DSA_SIZES, FP8_ARGS, {**MANAGED, **BUFFER}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "hyv4": Case("hyv4", {**DSA_SIZES, "num_heads": 32}, FP8_ARGS, {}, 656 * NUM_LAYERS, DSA_LENGTHS),
     "llama": Case("llama", {"num_heads": 16}, DENSE_ARGS, DENSE_OPTIONS, DENSE_TOKEN, DENSE_LENGTHS),
+    "llama_large_blocks": Case(
+        "llama",
+        {"num_heads": 16},
+        (*DENSE_BACKEND, "--block-size", "256"),
+        DENSE_OPTIONS,
+        DENSE_TOKEN,
+        (1, 255, 256, 257, 1000, 8000, 16000),
+        block_size=256,
+    ),
     "minimax_m3": Case(
         "minimax_m3",
         {"num_heads": 64, "index_topk": 2048},
