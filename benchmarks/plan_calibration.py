@@ -66,6 +66,8 @@ GROUPS = {  # of result files
         "h200/full_depth_managed_8_bits.json",
         "h200/full_depth_drafts_native.json",
         "h200/full_depth_lrfu_managed.json",
+        "h200/full_depth_lrfu_fit.json",
+        "h200/full_depth_lrfu_drafts.json",
     ),
     "keys in 4 bits": ("h200/full_depth_keys.json",),
     FORMER_KERNEL: ("h200/full_depth_keys_first.json", "h200/full_depth_keys_128k.json"),
