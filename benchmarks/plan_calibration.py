@@ -39,12 +39,13 @@ from benchmarks.common import RESULTS, show
 from benchmarks.decode import CHUNK_TOKENS
 from benchmarks.decode_models import LLAMA
 from benchmarks.full_depth import arrivals
-from vllm_hisparse.cli.plan.command import DENSE_TOP_K
 from vllm_hisparse.cli.plan.gpus import Gpu
 from vllm_hisparse.cli.plan.memory import KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelShape
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, MANAGED, NARROW, STOCK_PARTS, Step
+from vllm_hisparse.config import DEFAULT_TOP_K
 from vllm_hisparse.kv_manager.blocks.admission import TOLERANCE
+from vllm_hisparse.kv_manager.blocks.decode_model import bounded_least_squares
 
 # Files whose plugin rows have managed memory, except those marked pinned; only a factor of copies is fitted to them
 MANAGED_MEMORY = "managed memory"
@@ -154,7 +155,7 @@ class Measured:
 
     @property
     def top_k(self) -> int:
-        return self.model.top_k or DENSE_TOP_K
+        return self.model.top_k or DEFAULT_TOP_K
 
     @property
     def query_len(self) -> int:
@@ -432,37 +433,6 @@ def _option(command: str, name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Minimise |a x - b| over x >= 0 with the active-set method of Lawson and Hanson.
-
-    Args:
-        a: [rows, columns] float64.
-        b: [rows] float64.
-
-    Returns:
-        [columns] float64.
-    """
-    scale = np.linalg.norm(a, axis=0)
-    scale[scale == 0] = 1.0
-    a = a / scale
-    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
-    while True:
-        gradient = np.where(free, -np.inf, a.T @ (b - a @ x))
-        if gradient.max(initial=-np.inf) <= 1e-10:
-            return x / scale
-        free[gradient.argmax()] = True
-        while True:
-            trial = np.zeros_like(x)
-            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            if (trial[free] > 0).all():
-                break
-            blocked = free & (trial <= 0)
-            step = (x[blocked] / (x[blocked] - trial[blocked])).min()
-            x += step * (trial - x)
-            free &= x > 1e-12
-        x = trial
-
-
 def fit(rows: Iterable[Measured]) -> Factors:
     """Fit the factor of every cost.
 
@@ -592,7 +562,7 @@ def _solve(costs: list[dict[str, float]], measured: np.ndarray, known: np.ndarra
     """Fit factors >= 0 of costs to milliseconds, by relative errors."""
     names = sorted({name for each in costs for name in each})
     table = np.array([[each.get(name, 0.0) for name in names] for each in costs]) / measured[:, None]
-    solution = nonnegative_least_squares(table, (measured - known) / measured)
+    solution = bounded_least_squares(table, (measured - known) / measured)
     return {name: round(float(value), 5) for name, value in zip(names, solution, strict=True)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -259,13 +259,12 @@ class HiSparseConfig(BaseModel):
         Raises:
             HiSparseConfigError: the options do not fit the model.
         """
-        assert self.top_k is not None
         reason = self.algorithm_class.refuse(self.parsed_options, shape)
         if reason is not None:
             raise HiSparseConfigError(
                 "algorithm_options", self.algorithm_options, reason, "Correct algorithm_options for this model."
             )
-        return self.algorithm_class(self.parsed_options, shape, self.top_k, max_tokens, max_query_len)
+        return self.algorithm_class(self.parsed_options, shape, self.selection_size, max_tokens, max_query_len)
 
     @property
     def rows(self) -> int:
@@ -488,6 +487,16 @@ def _first_error(error: ValidationError) -> HiSparseConfigError:
     return HiSparseConfigError(option, got, message, "Correct the value in kv_connector_extra_config.")
 
 
+def default_buffer_size(top_k: int, query_len: int) -> int:
+    """Return the default of `device_buffer_size`.
+
+    Args:
+        top_k: tokens of a selection.
+        query_len: new tokens of a request in a step.
+    """
+    return max(BUFFER_TOP_K_RATIO, query_len) * top_k
+
+
 def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
     """Hot rows per request and layer: `device_buffer_size` or its default.
 
@@ -498,7 +507,7 @@ def _num_rows(config: HiSparseConfig, top_k: int, query_len: int) -> int:
     Raises:
         HiSparseConfigError: `device_buffer_size` is too small for these selections.
     """
-    unit, default = config.tokens_per_unit, max(BUFFER_TOP_K_RATIO, query_len) * top_k
+    unit, default = config.tokens_per_unit, default_buffer_size(top_k, query_len)
     rows = default if config.device_buffer_size is None else config.device_buffer_size
     if rows < query_len * top_k or rows % unit:
         selections = f"{query_len} x top_k ({query_len * top_k}): {query_len - 1} drafts and one token select each"
@@ -595,6 +604,21 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
     return model_top_k
 
 
+def block_indexer_misfits(indexer: dict[str, Any], num_kv_heads: int | None) -> Iterator[tuple[str, str]]:
+    """Yield the options of a model's `sparse_attention_config` with which it cannot have hot buffers, and what they need.
+
+    Args:
+        indexer: the model's `sparse_attention_config`.
+        num_kv_heads: KV heads of the model.
+    """
+    if indexer.get("sparse_block_size") != MSA_BLOCK_SIZE:
+        yield "sparse_block_size", f"{MSA_BLOCK_SIZE}, the page of vLLM's kernels"
+    if (indexer.get("sparse_local_block") or 0) < 1:
+        yield "sparse_local_block", "at least 1: the newest block must be selected"
+    if indexer.get("sparse_num_index_heads") != num_kv_heads:
+        yield "sparse_num_index_heads", f"{num_kv_heads}, the KV heads"
+
+
 def _msa_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
     """Return the tokens of the selected blocks, after checks of the model's indexer."""
     model = vllm_config.model_config
@@ -613,19 +637,14 @@ def _msa_top_k(config: HiSparseConfig, vllm_config: VllmConfig) -> int:
             "a GPU: vLLM has no code for this model on the CPU",
             "Start it on a machine with a GPU.",
         )
-    indexer, num_kv_heads = model.hf_text_config.sparse_attention_config, model.hf_text_config.num_key_value_heads
-    for name, expected, fits in (
-        ("sparse_block_size", f"{MSA_BLOCK_SIZE}, the page of vLLM's kernels", lambda size: size == MSA_BLOCK_SIZE),
-        ("sparse_local_block", "at least 1: the newest block must be selected", lambda number: (number or 0) >= 1),
-        ("sparse_num_index_heads", f"{num_kv_heads}, the KV heads", lambda number: number == num_kv_heads),
-    ):
-        if not fits(indexer.get(name)):
-            raise HiSparseConfigError(
-                f"sparse_attention_config.{name}",
-                indexer.get(name),
-                expected,
-                f"Serve another model, or remove {CONNECTOR_NAME}.",
-            )
+    indexer = model.hf_text_config.sparse_attention_config
+    for name, expected in block_indexer_misfits(indexer, model.hf_text_config.num_key_value_heads):
+        raise HiSparseConfigError(
+            f"sparse_attention_config.{name}",
+            indexer.get(name),
+            expected,
+            f"Serve another model, or remove {CONNECTOR_NAME}.",
+        )
     top_k = indexer["sparse_topk_blocks"] * MSA_BLOCK_SIZE
     _check_own_selection(config, top_k, f"sparse_topk_blocks x {MSA_BLOCK_SIZE}")
     return top_k

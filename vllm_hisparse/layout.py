@@ -453,10 +453,13 @@ class KVLayout:
         most_blocks = MAX_HOT_ROWS // (max(self.layer_rows) // self.tokens_per_unit)
         return min(ceil(num_rows / rows_per_block), most_blocks)
 
+    def num_other_blocks(self, num_tokens: int) -> int:
+        """Device blocks of a request besides its hot blocks: of an algorithm's state and of device-resident KV."""
+        return self.state.num_blocks(num_tokens) + (self.num_blocks(num_tokens) if self.has_resident_kv else 0)
+
     def hot_request_bytes(self, num_tokens: int, device_buffer_size: int) -> int:
         """Device bytes of one request of `num_tokens` with a full-grown hot buffer."""
-        num_resident_blocks = self.num_blocks(num_tokens) if self.has_resident_kv else 0
-        num_blocks = self.num_hot_blocks(device_buffer_size) + num_resident_blocks + self.state.num_blocks(num_tokens)
+        num_blocks = self.num_hot_blocks(device_buffer_size) + self.num_other_blocks(num_tokens)
         return num_blocks * self.device_block_bytes
 
     def full_request_bytes(self, num_tokens: int) -> int:

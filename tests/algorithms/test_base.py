@@ -21,6 +21,7 @@ from .testing import (
     random_query,
     represent,
     retrieve,
+    state_bytes,
 )
 
 SMALL_OPTIONS = {
@@ -182,7 +183,7 @@ def test_state_takes_what_is_declared(name: str) -> None:
     """The state of a request of the longest length, and the part that every request has."""
     algorithm, state = small(name), poisoned_state(small(name), 1)
     num_bytes = sum(field[0].numel() * field[0].element_size() for field in state.values())
-    assert algorithm.state_bytes_per_token == num_bytes / MAX_TOKENS
+    assert state_bytes(algorithm, MAX_TOKENS) == num_bytes
     fixed = {field: state[field][0].nbytes for field in algorithm.fixed_fields}
     assert fixed == {field: declared.num_bytes for field, declared in algorithm.fixed_fields.items()}
     longer = small(name, max_tokens=100 * MAX_TOKENS)

@@ -12,7 +12,19 @@ import torch
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
 
-from .testing import ROW, SHAPE, best, chosen, group_of, make, random_keys, random_query, represent, retrieve
+from .testing import (
+    ROW,
+    SHAPE,
+    best,
+    chosen,
+    group_of,
+    make,
+    random_keys,
+    random_query,
+    represent,
+    retrieve,
+    state_bytes,
+)
 
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 EXAMPLE = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL).group(1)
@@ -53,7 +65,7 @@ def test_documented_bytes_are_the_declared_ones(name: str) -> None:
     shape = AttentionShape(num_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     algorithm = make_documented(name, shape)
     documented = re.search(rf"^\| `{name}` \| [^|]* \| (\d+) \|$", TEXT, re.MULTILINE).group(1)
-    assert int(documented) == round(algorithm.state_bytes_per_token)
+    assert int(documented) == round(state_bytes(algorithm, algorithm.max_tokens) / algorithm.max_tokens)
 
 
 def make_documented(name: str, shape: AttentionShape):

@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 from vllm_hisparse.algorithms.base import State
 from vllm_hisparse.algorithms.quest import Quest
 
-from .testing import ROW, SHAPE, best, chosen, group_of, make, random_keys, random_query, represent, retrieve
+from .testing import (
+    ROW,
+    SHAPE,
+    best,
+    chosen,
+    group_of,
+    make,
+    random_keys,
+    random_query,
+    represent,
+    retrieve,
+    state_bytes,
+)
 
 
 def check_bounds(algorithm: Quest, keys: torch.Tensor, query: torch.Tensor, state: State) -> None:
@@ -77,4 +89,4 @@ def test_selects_as_algorithm_1(num_tokens: int, budget: int, seed: int) -> None
 def test_defaults_are_the_papers() -> None:
     assert Quest.Options().page_size == 16 and Quest.num_full_kv_layers == 2 and Quest.graph_capturable
     algorithm = make(Quest, max_tokens=160)
-    assert algorithm.state_bytes_per_token == 2 * SHAPE.num_kv_heads * SHAPE.head_size * 4 / 16
+    assert state_bytes(algorithm, 160) / 160 == 2 * SHAPE.num_kv_heads * SHAPE.head_size * 4 / 16

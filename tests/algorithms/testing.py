@@ -27,6 +27,12 @@ def random_query(seed: int = 1) -> torch.Tensor:
     return torch.randn(1, SHAPE.num_heads, SHAPE.head_size, generator=torch.Generator().manual_seed(seed))
 
 
+def state_bytes(algorithm: SparseAlgorithm, num_tokens: int) -> int:
+    """Device bytes of a request's state in a layer."""
+    growing = sum(-(-num_tokens // tokens) * num_bytes for tokens, num_bytes in algorithm.state_entries)
+    return growing + sum(field.num_bytes for field in algorithm.fixed_fields.values())
+
+
 def make(
     algorithm: type[SparseAlgorithm],
     budget: int = 64,

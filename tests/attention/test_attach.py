@@ -14,7 +14,7 @@ import torch
 from beside_flashinfer import import_flashinfer_cuda
 from stand_ins import bare
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -25,7 +25,7 @@ from vllm_hisparse.attention.mla.base import HotMLAAttention
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 from vllm_hisparse.cpu.full_kv_mla import SparseMLACpuBackend, SparseMLACpuImpl
 from vllm_hisparse.cpu.gqa import HotGQACpuBackend, HotGQACpuImpl
-from vllm_hisparse.cpu.indexer import IndexerCpu, IndexerCpuCache
+from vllm_hisparse.cpu.indexer import IndexerCpuCache
 from vllm_hisparse.cpu.mla import HotMLACpuBackend, HotMLACpuImpl
 
 SM100 = {"FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4"} & AttentionBackendEnum.__members__.keys()
@@ -543,12 +543,6 @@ def test_mla_layers_on_the_cpu(connector: str | None) -> None:
     assert [type(layer.impl) is HotMLACpuImpl for layer in layers] == is_hot
     assert [layer.attn_backend is HotMLACpuBackend for layer in layers] == is_hot
     assert all(layer.impl.num_heads == 3 for layer in layers)
-
-
-def test_the_generic_indexer_on_the_cpu() -> None:
-    indexer = bare(Indexer)
-    attach.attach_indexer_cpu(indexer)
-    assert type(indexer) is IndexerCpu
 
 
 def test_layers_of_a_dense_model_on_the_cpu_but_full_kv_layers() -> None:

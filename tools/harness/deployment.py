@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.harness.processes import LOOPBACK, EngineProcess, free_ports
+from vllm_hisparse.config import CONNECTOR_NAME
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 8192
@@ -29,7 +30,7 @@ class MissingPackageError(RuntimeError):
 
 def hisparse_connector(**options: Any) -> dict[str, Any]:
     """Return the `--kv-transfer-config` of a decode engine with this plugin."""
-    return {"kv_connector": "HiSparseHostConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": options}
+    return {"kv_connector": CONNECTOR_NAME, "kv_role": "kv_consumer", "kv_connector_extra_config": options}
 
 
 @dataclass(frozen=True)

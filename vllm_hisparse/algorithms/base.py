@@ -65,8 +65,9 @@ class StateField:
         return prod(self.shape) * self.dtype.itemsize
 
     def num_entries(self, num_tokens: int) -> int:
-        """Entries of a request of `num_tokens`; one if the size is fixed."""
-        return 1 if self.tokens_per_entry is None else -(-num_tokens // self.tokens_per_entry)
+        """Entries of a request of `num_tokens` in a field that grows."""
+        assert self.tokens_per_entry is not None
+        return -(-num_tokens // self.tokens_per_entry)
 
 
 class Selector:
@@ -160,12 +161,6 @@ class SparseAlgorithm(Selector, ABC):
     def fixed_fields(self) -> dict[str, StateField]:
         """Fields of a fixed size."""
         return {name: field for name, field in self.state_fields().items() if field.tokens_per_entry is None}
-
-    @property
-    def state_bytes_per_token(self) -> float:
-        """Device bytes of state per token and layer, for a request of `max_tokens`."""
-        fields = self.state_fields().values()
-        return sum(field.num_bytes * field.num_entries(self.max_tokens) for field in fields) / self.max_tokens
 
     # An algorithm without state does not override the next two methods.
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch.nn.functional import normalize
 
 from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, State, StateField
-from vllm_hisparse.algorithms.kmeans import chunks, kmeans
+from vllm_hisparse.algorithms.kmeans import chunks, cluster_means, kmeans
 
 UNCLUSTERED = -1
 
@@ -168,9 +168,5 @@ class ClusterKV(SparseAlgorithm):
         keys = keys.float().transpose(0, 1)
         # NOTE: on the unit sphere |a - b|^2 = 2 (1 - cos), so Euclidean k-means there ranks by the paper's distance.
         _, labels = kmeans(normalize(keys, dim=-1), num_clusters, self.options.num_iterations)
-        sums = keys.new_zeros(len(keys), num_clusters, keys.shape[-1])
-        sums.scatter_add_(1, labels[..., None].expand_as(keys), keys)
-        ones = keys.new_ones(()).expand_as(labels)
-        counts = keys.new_zeros(len(keys), num_clusters).scatter_add_(1, labels, ones)
-        means = sums / counts.clamp_min(1)[..., None]
+        means, _ = cluster_means(keys, labels, num_clusters)
         return means.transpose(0, 1), labels.transpose(0, 1)

@@ -24,16 +24,30 @@ def kmeans(points: torch.Tensor, num_clusters: int, num_iterations: int) -> tupl
         Centroids, [batch, num_clusters, dim], and labels, [batch, num_points] int64: the nearest centroid of each
         point.
     """
-    batch, num_points, dim = points.shape
+    num_points = points.shape[1]
     starts = torch.arange(num_clusters, device=points.device) * num_points // num_clusters
     centroids = points[:, starts].clone()
-    ones = points.new_ones(()).expand(batch, num_points)
     for _ in range(num_iterations):
         labels = nearest(points, centroids)
-        sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand(-1, -1, dim), points)
-        counts = points.new_zeros(batch, num_clusters).scatter_add_(1, labels, ones)[..., None]
-        centroids = torch.where(counts > 0, sums / counts.clamp_min(1), centroids)
+        means, counts = cluster_means(points, labels, num_clusters)
+        centroids = torch.where(counts > 0, means, centroids)
     return centroids, nearest(points, centroids)
+
+
+def cluster_means(points: torch.Tensor, labels: torch.Tensor, num_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of each cluster's points, 0 if it has none: [batch, num_clusters, dim], and the number of them:
+    [batch, num_clusters, 1].
+
+    Args:
+        points: [batch, num_points, dim].
+        labels: [batch, num_points] int64.
+        num_clusters: number of clusters.
+    """
+    sums = points.new_zeros(len(points), num_clusters, points.shape[-1])
+    sums.scatter_add_(1, labels[..., None].expand_as(points), points)
+    ones = points.new_ones(()).expand_as(labels)
+    counts = points.new_zeros(len(points), num_clusters).scatter_add_(1, labels, ones)[..., None]
+    return sums / counts.clamp_min(1), counts
 
 
 def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

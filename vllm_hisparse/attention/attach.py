@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.model_executor.models.deepseek_v2 import Indexer
 
 # Backend of a dense model on CUDA -> its hot-buffer version. NOTE: names, because not every machine has FlashInfer.
 HOT_GQA_BACKENDS = {
@@ -290,10 +289,3 @@ def _with_class(impl: Any, cls: type) -> Any:
     changed = object.__new__(cls)
     changed.__dict__ = impl.__dict__
     return changed
-
-
-def attach_indexer_cpu(indexer: Indexer) -> None:
-    """Give the indexer of vLLM's generic model classes the plugin's forward."""
-    from vllm_hisparse.cpu.indexer import IndexerCpu
-
-    indexer.__class__ = IndexerCpu

@@ -38,7 +38,7 @@ def record_command(
     """
     check_new_file(output, "--output")
     os.environ.update({**ENVIRONMENT, **os.environ})
-    check_model(model, "--model")
+    check_model(model)
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     sizes = {"max_model_len": prompt_tokens + max_tokens, "kv_cache_memory_bytes": kv_cache_mib << 20}
     with tempfile.TemporaryDirectory() as directory:
@@ -58,11 +58,11 @@ def record_command(
     typer.echo(f"{output}: {num_steps} steps of {len(traces)} requests, {output.stat().st_size / 1e6:.2f} MB")
 
 
-def check_model(model: str, option: str) -> None:
+def check_model(model: str) -> None:
     """Refuse a model without a configuration, before an engine starts.
 
     Raises:
-        BadParameter: names the option.
+        BadParameter: it has none.
     """
     from transformers.utils import cached_file
 
@@ -75,7 +75,7 @@ def check_model(model: str, option: str) -> None:
     if os.environ["HF_HUB_OFFLINE"] not in ("", "0"):
         reason += "; HF_HUB_OFFLINE is set, so a model of the Hub must be in the cache"
     message = f"got {model}, expected a directory with config.json, or the name of a model on the Hugging Face Hub"
-    raise typer.BadParameter(f"{message}: {reason}", param_hint=option)
+    raise typer.BadParameter(f"{message}: {reason}", param_hint="--model")
 
 
 def start_engine(model: str, seed: int, **options: Any) -> LLM:

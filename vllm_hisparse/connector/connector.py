@@ -120,7 +120,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        return self.scheduler.cache_hit_sources(request, num_external_tokens)
+        return self.scheduler.cache_hit_sources(num_external_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

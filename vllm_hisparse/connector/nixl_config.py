@@ -31,7 +31,7 @@ def host_resident_config(
         head_size=hot.head_size,
         dtype=hot.dtype,
         kv_quant_mode=hot.kv_quant_mode,
-        state_content_bytes=hot.row_bytes,
+        state_content_bytes=groups.layout.row_bytes,
     )
     others, num_blocks = [groups.resident_group] if groups.resident_group else [], kv_cache_config.num_blocks
     if groups.layout.receives_on_host:

@@ -1,6 +1,6 @@
 """The line that the decode engine logs about a finished request.
 
-This module does not import vLLM, because the CLI reads the lines back.
+This module does not import vLLM, because the demo reads the lines back.
 """
 
 from __future__ import annotations

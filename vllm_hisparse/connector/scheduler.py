@@ -172,7 +172,7 @@ class HiSparseSchedulerConnector:
             num_matched = self.tracker.admitted[request.request_id].num_matched_tokens
             self.counts.add(resumed_requests=1, recomputed_tokens=request.num_tokens - 1 - num_matched)
 
-    def cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def cache_hit_sources(self, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Return the sources, by vLLM's names, of the external tokens of the request that was admitted last.
 
         Tokens that were in the host pool when the request arrived count as the host's, even if they came from a tier

@@ -346,14 +346,13 @@ def hot_buffer_shape(
         groups: the device KV cache groups.
         num_device_blocks: number of blocks of a KV cache tensor.
     """
-    assert config.top_k is not None
     max_batch, spec = vllm_config.scheduler_config.max_num_seqs, groups.hot_spec
     blocks_per_request = spec.num_blocks(1) + groups.layout.state.num_blocks(1)
     return HotBufferShape(
         num_requests=min(max_batch, (num_device_blocks - 1) // blocks_per_request),
         max_batch=max_batch,
         num_layers=groups.layout.num_layers,
-        top_k=config.top_k,
+        top_k=config.selection_size,
         max_blocks=cdiv(vllm_config.model_config.max_model_len, groups.layout.block_size),
         block_size=groups.layout.block_size,
         num_device_blocks=num_device_blocks,

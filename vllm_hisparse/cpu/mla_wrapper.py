@@ -7,7 +7,7 @@ from typing import Any
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
-from vllm_hisparse.attention.attach import attach_indexer_cpu
+from vllm_hisparse.cpu.indexer import IndexerCpu
 
 
 @PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")
@@ -15,4 +15,4 @@ class MLAWrapperCpu(MultiHeadLatentAttentionWrapper):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.indexer is not None:
-            attach_indexer_cpu(self.indexer)
+            self.indexer.__class__ = IndexerCpu  # vLLM's indexer with the plugin's forward

@@ -76,11 +76,6 @@ class HotBufferSpec(AttentionSpec):
         )
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's main KV in one layer."""
-        return self.num_heads * self.state_content_size_bytes
-
-    @property
     def uses_slot_mapping(self) -> bool:
         return False
 
@@ -106,8 +101,7 @@ class HotBufferSpec(AttentionSpec):
             is_whole: True: the request is hot as a whole. False: it has its own hot blocks only.
         """
         num_blocks = max(self.num_blocks(num_tokens), self.num_whole_blocks(num_tokens) if is_whole else 0)
-        num_blocks += self.layout.state.num_blocks(num_tokens)
-        return num_blocks + (self.layout.num_blocks(num_tokens) if self.layout.has_resident_kv else 0)
+        return num_blocks + self.layout.num_other_blocks(num_tokens)
 
     def request_bytes(self, num_tokens: int, is_whole: bool = False) -> int:
         """Device bytes of the blocks that `num_request_blocks` counts, in all layers."""

@@ -82,12 +82,11 @@ def llm_config(
             "model_source": str(source.absolute() if source.is_dir() else config.model_source),
         },
         engine_kwargs={
-            **config.engine_kwargs,
-            **role.engine_kwargs,
+            **config.engine_kwargs_of(role),
             "tensor_parallel_size": max(1, num_gpus),
             "kv_transfer_config": connector,
         },
-        placement_group_config=placement(role, num_gpus),
+        placement_group_config=placement(num_gpus),
         deployment_config={
             **scaling(role.replicas),
             "max_ongoing_requests": role.max_ongoing_requests,
@@ -119,7 +118,7 @@ def scaling(replicas: Replicas) -> dict[str, Any]:
     return {"autoscaling_config": autoscaling}
 
 
-def placement(role: Prefill | Decode, num_gpus: int) -> dict[str, Any]:
+def placement(num_gpus: int) -> dict[str, Any]:
     """Return the placement: one bundle per GPU, all on one node. The replica's actor requests CPUs and host memory."""
     bundles = [{"GPU": 1, "CPU": 0}] * num_gpus or [{"CPU": 0}]
     return {"bundles": bundles, "strategy": "STRICT_PACK"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal
 
@@ -112,6 +113,11 @@ class Decode(Role):
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What happens to a request whose prefill replica is gone."""
 
+    @cached_property
+    def hisparse_config(self) -> HiSparseConfig:
+        """The parsed and checked options in `hisparse`."""
+        return HiSparseConfig.from_extra_config(self.hisparse)
+
 
 class AppConfig(Options):
     """A prefill fleet, a decode fleet and the OpenAI API in front of them."""
@@ -144,7 +150,7 @@ class AppConfig(Options):
         except ValidationError as error:
             raise _first_error(error) from None
         for name, role in (("prefill", config.prefill), ("decode", config.decode)):
-            _check_engine_kwargs(name, {**config.engine_kwargs, **role.engine_kwargs})
+            _check_engine_kwargs(name, config.engine_kwargs_of(role))
             _check_env(name, {**config.env, **role.env})
             _check_device(name, role, config.device)
         _check_same_engine(config)
@@ -153,6 +159,10 @@ class AppConfig(Options):
         _check_tiers(config.decode)
         _check_decode(config)
         return config
+
+    def engine_kwargs_of(self, role: Role) -> dict[str, Any]:
+        """Return the engine arguments of a role: its own replace the application's."""
+        return {**self.engine_kwargs, **role.engine_kwargs}
 
 
 def _first_error(error: ValidationError) -> HiSparseConfigError:
@@ -226,14 +236,14 @@ def _check_same_engine(config: AppConfig) -> None:
 
 def _engine_of(role: Role, config: AppConfig) -> dict[str, Any]:
     """Return the engine arguments of a role; an attention backend in `attention_config` becomes an argument."""
-    engine = {**config.engine_kwargs, **role.engine_kwargs}
+    engine = config.engine_kwargs_of(role)
     named = (engine.get("attention_config") or {}).get("backend")
     return engine if named is None else {**engine, "attention_backend": named}
 
 
 def _check_kv_dtype(config: AppConfig) -> None:
-    dtype = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_dtype", "auto")
-    options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    dtype = config.engine_kwargs_of(config.decode).get("kv_cache_dtype", "auto")
+    options = config.decode.hisparse_config
     dtypes = options.kv_cache_dtypes("cuda" if config.device == "gpu" else config.device)
     if dtype not in dtypes:
         raise HiSparseConfigError(
@@ -252,7 +262,7 @@ def side_channel_ports(prefill: Prefill) -> range:
 
 def p2p_ports(decode: Decode) -> range:
     """Return the ports on which decode replicas answer peers, also while they drain; empty without a p2p tier."""
-    tiers = HiSparseConfig.from_extra_config(decode.hisparse).tiers
+    tiers = decode.hisparse_config.tiers
     num_ports = 2 * decode.replicas.max if any(isinstance(tier, P2PTier) for tier in tiers) else 0
     return range(decode.p2p_port_base, decode.p2p_port_base + num_ports)
 
@@ -282,7 +292,7 @@ def _check_ports(config: AppConfig) -> None:
 
 
 def _check_tiers(decode: Decode) -> None:
-    for index, tier in enumerate(HiSparseConfig.from_extra_config(decode.hisparse).tiers):
+    for index, tier in enumerate(decode.hisparse_config.tiers):
         for option in ("host", "port"):
             if isinstance(tier, P2PTier) and getattr(tier, option) is not None:
                 raise HiSparseConfigError(
@@ -294,7 +304,7 @@ def _check_tiers(decode: Decode) -> None:
 
 
 def _check_decode(config: AppConfig) -> None:
-    options = HiSparseConfig.from_extra_config(config.decode.hisparse)
+    options = config.decode.hisparse_config
     if "kv_lease_duration" in config.decode.hisparse:
         raise HiSparseConfigError(
             "decode.hisparse.kv_lease_duration",
@@ -327,7 +337,7 @@ def _check_decode(config: AppConfig) -> None:
 def _ratio_pool_gib(config: AppConfig, options: HiSparseConfig) -> float:
     """Return the GiB of all host pools by `host_to_device_ratio`; a dense model has one pool per GPU."""
     assert options.host_to_device_ratio is not None
-    device_bytes = {**config.engine_kwargs, **config.decode.engine_kwargs}.get("kv_cache_memory_bytes")
+    device_bytes = config.engine_kwargs_of(config.decode).get("kv_cache_memory_bytes")
     if not isinstance(device_bytes, int) or device_bytes <= 0:
         raise HiSparseConfigError(
             "decode.hisparse.host_to_device_ratio",

@@ -82,7 +82,7 @@ def test_hot_blocks_fill_the_blocks_of_full_kv_layers(
 ) -> None:
     spec = spec_of(monkeypatch, num_full_kv)
     assert (spec.num_states, spec.max_blocks_per_request(1)) == (rows, blocks)
-    assert spec.page_size_bytes == 2 * rows * 2 * 32 * 4 and spec.row_bytes == 2 * 2 * 32 * 4
+    assert spec.page_size_bytes == 2 * rows * 2 * 32 * 4 and spec.layout.row_bytes == 2 * 2 * 32 * 4
 
 
 def test_blocks_smaller_than_an_entry_of_state_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

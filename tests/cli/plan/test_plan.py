@@ -31,7 +31,6 @@ from benchmarks.plan_calibration import (
     fit_hosts,
     forced_hit_rate,
     is_predicted,
-    nonnegative_least_squares,
     predict_all,
     read_rows,
 )
@@ -42,6 +41,7 @@ from vllm_hisparse.cli.plan.gpus import GPUS, Gpu
 from vllm_hisparse.cli.plan.memory import QUEST_PAGE, KVMemory, System, independent_hit_rate
 from vllm_hisparse.cli.plan.models import PRESETS, ModelError, ModelShape, num_indexers
 from vllm_hisparse.cli.plan.step_time import CALIBRATION, Step, has_timed_narrow_keys
+from vllm_hisparse.kv_manager.blocks.decode_model import bounded_least_squares
 from vllm_hisparse.kv_manager.blocks.step_form import StepForm
 from vllm_hisparse.kv_manager.usage import Usage
 from vllm_hisparse.layout import BLOCK_SIZE
@@ -261,8 +261,8 @@ def test_hit_rate_of_independent_selections() -> None:
 def test_the_fit_is_the_least_squares_one_where_that_is_positive() -> None:
     source = np.random.default_rng(1)
     a, x = source.random((30, 4)), np.array([0.5, 2.0, 0.1, 1.0])
-    assert nonnegative_least_squares(a, a @ x) == pytest.approx(x)
-    found = nonnegative_least_squares(a, a @ np.array([1.0, -2.0, 0.5, 1.0]))
+    assert bounded_least_squares(a, a @ x) == pytest.approx(x)
+    found = bounded_least_squares(a, a @ np.array([1.0, -2.0, 0.5, 1.0]))
     gradient = a.T @ (a @ found - a @ np.array([1.0, -2.0, 0.5, 1.0]))
     assert (found >= 0).all() and (gradient > -1e-8).all() and gradient @ found == pytest.approx(0, abs=1e-8)
 

@@ -253,7 +253,7 @@ def test_hits_are_called_after_where_they_come_from(engine: TieredEngine) -> Non
 
     def admit(request: Request, blocks: object, num_external_tokens: int) -> None:
         admitted(request, blocks, num_external_tokens)
-        sources.append(engine.half.cache_hit_sources(request, num_external_tokens))
+        sources.append(engine.half.cache_hit_sources(num_external_tokens))
 
     engine.half.update_state_after_alloc = admit
     engine.answer("from disk", PROMPT, 1)

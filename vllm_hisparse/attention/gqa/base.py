@@ -18,7 +18,7 @@ from vllm_hisparse.kv_manager.rows.reserved_memory import reserve_memory
 from vllm_hisparse.layout import KVLayout, dense_block_size
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 
 class HotGQAAttention(Attention):
@@ -35,10 +35,10 @@ class HotGQAAttention(Attention):
                 f"a divisor of --block-size ({spec.block_size})",
                 "Choose another page_size, or a multiple of it for --block-size.",
             )
-        row_bytes, draft_rows = _row_bytes(spec), _draft_rows(vllm_config)
+        token_bytes, draft_rows = row_bytes(spec), _draft_rows(vllm_config)
         layout = KVLayout(
-            row_bytes,
-            row_bytes,
+            token_bytes,
+            token_bytes,
             num_layers - num_full_kv,
             num_full_kv,
             spec.block_size,
@@ -49,7 +49,7 @@ class HotGQAAttention(Attention):
             make_algorithm(config, spec, vllm_config).state_entries,
         )
         check_state_blocks(layout, config.algorithm)
-        _check_groups(layout, Counter([row_bytes] * num_full_kv + draft_rows), vllm_config)
+        _check_groups(layout, Counter([token_bytes] * num_full_kv + draft_rows), vllm_config)
         reserve_memory(layout, vllm_config, config.import_buffer_bytes)
         return HotBufferSpec.from_full_spec(spec, layout, config.rows, config.elastic)
 
@@ -81,7 +81,7 @@ def _draft_rows(vllm_config: VllmConfig) -> list[int]:
     """Bytes of one token's KV in each draft layer."""
     layers = vllm_config.compilation_config.static_forward_context.items()
     drafting = [layer for name, layer in layers if isinstance(layer, Attention) and is_draft_layer(name, vllm_config)]
-    return [_row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
+    return [row_bytes(layer.get_kv_cache_spec(vllm_config)) for layer in drafting]
 
 
 def check_state_blocks(layout: KVLayout, algorithm: str) -> None:
@@ -101,7 +101,8 @@ def check_state_blocks(layout: KVLayout, algorithm: str) -> None:
         )
 
 
-def _row_bytes(spec: FullAttentionSpec) -> int:
+def row_bytes(spec: AttentionSpec) -> int:
+    """Bytes of one token's KV in a layer."""
     return spec.page_size_bytes // spec.block_size
 
 

@@ -21,6 +21,7 @@ from vllm.models.minimax_m3.nvidia.model import MiniMaxM3SparseAttention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_hisparse.attention.gqa.base import row_bytes
 from vllm_hisparse.attention.gqa.cuda import HotGQABackend, HotGQAMetadataBuilder
 from vllm_hisparse.attention.gqa.triton_cuda import TritonUnitsImpl
 from vllm_hisparse.compat.minimax_m3 import normalise_and_rotate
@@ -89,9 +90,11 @@ def msa_layout(spec: FullAttentionSpec, config: HiSparseConfig, vllm_config: Vll
         vllm_config: configuration of the engine, with all layers.
     """
     layers = vllm_config.compilation_config.static_forward_context.values()
-    keys = [_row_bytes(each, vllm_config) for each in layers if isinstance(each, MiniMaxM3IndexerCache)]
+    keys = [
+        row_bytes(each.get_kv_cache_spec(vllm_config)) for each in layers if isinstance(each, MiniMaxM3IndexerCache)
+    ]
     return KVLayout(
-        spec.page_size_bytes // spec.block_size,
+        row_bytes(spec),
         keys[0],
         sum(isinstance(each, HotMSAAttention) for each in layers),
         len(keys),
@@ -99,13 +102,10 @@ def msa_layout(spec: FullAttentionSpec, config: HiSparseConfig, vllm_config: Vll
         config.tokens_per_unit,
         spec.num_kv_heads,
         max_query_len(vllm_config),
-        full_kv_row_bytes=sum(_row_bytes(each, vllm_config) for each in layers if isinstance(each, Attention)),
+        full_kv_row_bytes=sum(
+            row_bytes(each.get_kv_cache_spec(vllm_config)) for each in layers if isinstance(each, Attention)
+        ),
     )
-
-
-def _row_bytes(layer: Attention | MiniMaxM3IndexerCache, vllm_config: VllmConfig) -> int:
-    spec = layer.get_kv_cache_spec(vllm_config)
-    return spec.page_size_bytes // spec.block_size
 
 
 def write_index_keys(cache: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:

@@ -42,13 +42,12 @@ from vllm_hisparse.cli.plan.models import (
     ModelError,
     ModelShape,
 )
-from vllm_hisparse.cli.plan.plan import HitRate, Load, Plan, PlanError, Point
-from vllm_hisparse.config import NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS
+from vllm_hisparse.cli.plan.plan import STOCK_MEMORY_UTILIZATION, HitRate, Load, Plan, PlanError, Point
+from vllm_hisparse.config import DEFAULT_TOP_K, NARROW_KEY_ELEMENTS, NARROW_KEY_HEADS, default_buffer_size
 from vllm_hisparse.layout import MSA_UNIT, most_buffer_rows, most_drafts
 from vllm_hisparse.ops.limits import MAX_COLUMNS, MAX_TOP_K
 from vllm_hisparse.tier_config import MAX_SIZE
 
-DENSE_TOP_K = 2048
 DEFAULT_CONTEXT = 32768
 REPLAYED_SIZES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # hot rows, in multiples of top-k
 MAX_RATE = 1e6  # requests per second
@@ -171,7 +170,7 @@ def plan_command(
     if top_k is not None and shape.is_dsa and top_k != shape.top_k:
         message = f"got {top_k}, expected the model's index_topk, {shape.top_k}: leave the option out"
         raise typer.BadParameter(message, param_hint="--top-k")
-    selected = shape.top_k or top_k or DENSE_TOP_K
+    selected = shape.top_k or top_k or DEFAULT_TOP_K
     if shape.refusal in ("", FP4_REFUSAL):
         _check_sizes(shape, selected, drafts, device_buffer_size)
     answers = lengths(output_tokens, "--output-tokens")
@@ -195,12 +194,12 @@ def plan_command(
             locality=locality,
             host_gib=host_memory_gib,
             top_k=selected,
-            device_buffer_size=device_buffer_size or selected * max(2, 1 + drafts),
+            device_buffer_size=device_buffer_size or default_buffer_size(selected, 1 + drafts),
             tensor_parallel=tensor_parallel_size,
             data_parallel=data_parallel_size,
             drafts=drafts,
             acceptance=0.8 if acceptance is None else acceptance,
-            gpu_memory_utilization=0.92 if gpu_memory_utilization is None else gpu_memory_utilization,
+            gpu_memory_utilization=gpu_memory_utilization or STOCK_MEMORY_UTILIZATION,
             device_kv_gib=device_kv_gib,
             max_num_seqs=max_num_seqs,
             full_kv_layers=0 if shape.is_dsa or shape.refusal else QUEST_FULL_KV_LAYERS,
@@ -413,7 +412,7 @@ def show(plan: Plan, warning: str, starts: dict[str, str], deployments: dict[str
     if plan.drafts:
         counted = "1 draft" if plan.drafts == 1 else f"{plan.drafts} drafts"
         drafts = f" {counted} per step, accepted with a probability of {plan.acceptance:.0%} each."
-    ranks, load = f"{plan.tensor_parallel * plan.data_parallel} x {plan.gpu.name}", plan.load
+    ranks, load = f"{plan.num_gpus} x {plan.gpu.name}", plan.load
     console.print(
         f"[bold]{plan.model.name}[/] on {ranks}: {plan.weights_gib:.1f} GiB of weights and {plan.kv_gib:.1f} GiB for "
         f"KV on each GPU, {plan.host_gib:g} GiB for KV in host memory. Prompts of {load.context:.0f} and answers of "

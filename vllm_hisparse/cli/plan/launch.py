@@ -11,6 +11,7 @@ from vllm_hisparse.attention.backends import dense_choice, mla_choice, untried_g
 from vllm_hisparse.cli.plan.memory import System
 from vllm_hisparse.cli.plan.models import FP4_REFUSAL
 from vllm_hisparse.cli.plan.plan import HOST_GPUS, ROUNDING, Plan
+from vllm_hisparse.config import CONNECTOR_NAME, default_buffer_size
 
 PREFILL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
 # Environment of a prefill instance from which an import buffer reads: all layers of a block are one piece.
@@ -24,7 +25,7 @@ def connector_options(plan: Plan) -> dict[str, Any]:
         options |= {"algorithm": "quest", "top_k": plan.top_k}
     if plan.model.selects_blocks:
         options["algorithm"] = "msa"
-    if plan.device_buffer_size != plan.top_k * max(2, 1 + plan.drafts):
+    if plan.device_buffer_size != default_buffer_size(plan.top_k, 1 + plan.drafts):
         options["device_buffer_size"] = plan.device_buffer_size
     if plan.has_narrow_keys:
         options["indexer_key_dtype"] = "fp4"
@@ -38,7 +39,7 @@ def decode_connector(plan: Plan, role: str) -> dict[str, Any]:
     options = connector_options(plan)
     if role != "kv_consumer":
         options.pop("import_buffer_gib", None)
-    return {"kv_connector": "HiSparseHostConnector", "kv_role": role, "kv_connector_extra_config": options}
+    return {"kv_connector": CONNECTOR_NAME, "kv_role": role, "kv_connector_extra_config": options}
 
 
 def attention_backend(plan: Plan, kv_cache_dtype: str) -> tuple[str, str] | None:

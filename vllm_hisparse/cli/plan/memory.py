@@ -8,6 +8,7 @@ from enum import StrEnum
 from statistics import fmean
 
 from vllm_hisparse.cli.plan.models import ModelShape, narrow_key_bytes
+from vllm_hisparse.kv_manager.blocks.lending import divide
 from vllm_hisparse.layout import MSA_BLOCK_SIZE, MSA_UNIT, KVLayout, dense_block_size
 
 QUEST_PAGE = 16  # tokens of a page, as in `algorithms/quest.py`
@@ -141,8 +142,7 @@ class KVMemory:
                 layout.num_blocks(num_tokens) * layout.block_size * self.model.num_indexers * self.model.key_bytes
             )
             return resident + rows * layout.num_layers * layout.row_bytes, host
-        blocks = layout.num_hot_blocks(self.device_buffer_size, num_tokens) + layout.state.num_blocks(num_tokens)
-        blocks += layout.num_blocks(num_tokens) if layout.has_resident_kv else 0
+        blocks = layout.num_hot_blocks(self.device_buffer_size, num_tokens) + layout.num_other_blocks(num_tokens)
         return blocks * layout.device_block_bytes, host
 
     def kv_bytes(self, system: System) -> int:
@@ -175,14 +175,10 @@ class KVMemory:
         ]
         needed = fmean(self.request_bytes(System.plugin, num_tokens)[0] for num_tokens in lengths)
         free = max(0.0, self.kv_bytes(system) / max(running, 1) - needed) // layout.device_block_bytes * len(lengths)
-        lent = [0] * len(wanted)
-        order = sorted(range(len(wanted)), key=wanted.__getitem__)
-        for num_served, index in enumerate(order):
-            lent[index] = min(wanted[index], int(free // (len(order) - num_served)))
-            free -= lent[index]
+        lent = divide(dict(enumerate(wanted)), int(free))
         return [
-            min(num_tokens, (blocks + more) * layout.rows_per_hot_block)
-            for num_tokens, blocks, more in zip(lengths, own, lent, strict=True)
+            min(num_tokens, (blocks + lent[index]) * layout.rows_per_hot_block)
+            for index, (num_tokens, blocks) in enumerate(zip(lengths, own, strict=True))
         ]
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from vllm_hisparse.config import REFUSED_MODELS
+from vllm_hisparse.config import REFUSED_MODELS, block_indexer_misfits
 from vllm_hisparse.layout import FP8_DS_MLA_ROW_BYTES, MSA_BLOCK_SIZE, MSA_UNIT, indexer_row_bytes, mla_row_bytes
 from vllm_hisparse.ops.limits import MAX_TOP_K
 
@@ -573,14 +573,10 @@ def _block_refusal(config: dict[str, Any]) -> str:
     indexer, kv_heads = config["sparse_attention_config"], config.get("num_key_value_heads")
     if not any(_selecting(config)):
         return "no layer has an indexer (sparse_attention_freq): nothing selects positions"
-    for name, expected, fits in (
-        ("sparse_block_size", f"{MSA_BLOCK_SIZE}, the page of vLLM's kernels", lambda size: size == MSA_BLOCK_SIZE),
-        ("sparse_local_block", "at least 1: the newest block must be selected", lambda number: number >= 1),
-        ("sparse_num_index_heads", f"{kv_heads}, the KV heads", lambda number: number == kv_heads),
-        ("sparse_topk_blocks", "at least 1", lambda number: number >= 1),
-    ):
-        if not fits(indexer[name]):
-            return f"its {name} is {indexer[name]}, not {expected}"
+    for name, expected in block_indexer_misfits(indexer, kv_heads):
+        return f"its {name} is {indexer[name]}, not {expected}"
+    if indexer["sparse_topk_blocks"] < 1:
+        return f"its sparse_topk_blocks is {indexer['sparse_topk_blocks']}, not at least 1"
     return _selection_refusal(indexer["sparse_topk_blocks"] * MSA_BLOCK_SIZE, MSA_UNIT)
 
 

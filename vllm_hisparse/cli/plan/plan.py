@@ -244,7 +244,7 @@ class Plan:
     def weights_gib(self) -> float:
         """Weights on each GPU in GiB: experts are divided among all GPUs, other weights among the GPUs of a rank."""
         dense = self.model.dense_weight_bytes / self.tensor_parallel
-        experts = self.model.num_experts * self.model.expert_bytes / (self.tensor_parallel * self.data_parallel)
+        experts = self.model.num_experts * self.model.expert_bytes / self.num_gpus
         return (dense + experts) / 2**30
 
     @property
@@ -420,7 +420,7 @@ class Plan:
                 " Native HiSparse was measured with hit rates of 83% to 89% only, and is predicted as with these: with "
                 f"{native:.0%}, its steps are {'longer' if native < low else 'shorter'}."
             )
-        if self.tensor_parallel * self.data_parallel > MEASURED_GPUS:
+        if self.num_gpus > MEASURED_GPUS:
             found += f" Nobody measured more than {MEASURED_GPUS} GPUs: communication is extrapolated."
         if self.model.num_experts > MEASURED_EXPERTS:
             found += (

@@ -121,6 +121,7 @@ def bounded_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         [columns] float64.
     """
     scale = np.linalg.norm(a, axis=0)
+    scale[scale == 0] = 1.0
     scaled, num_columns = a / scale, a.shape[1]
     best, least = np.zeros(num_columns), np.inf
     for size in range(num_columns, 0, -1):

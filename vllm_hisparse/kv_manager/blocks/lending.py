@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+if TYPE_CHECKING:
+    from vllm_hisparse.kv_manager.hot_buffer_spec import HotBufferSpec
+
+Name = TypeVar("Name", str, int)
 
 MIN_CHANGE = 1 / 16  # share of a request's lent blocks, before or after; `plan` leaves out smaller changes
 
@@ -76,7 +80,7 @@ def blocks_wanted(borrowers: Mapping[str, Borrower], num_blocks: int) -> dict[st
     return {name: borrower.wanted for name, borrower in borrowers.items()}
 
 
-def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
+def divide(wanted: Mapping[Name, int], num_blocks: int) -> dict[Name, int]:
     """Divide blocks into equal shares. A request that wants less than its share leaves the rest of it to the others.
 
     Args:
@@ -86,7 +90,8 @@ def divide(wanted: Mapping[str, int], num_blocks: int) -> dict[str, int]:
     Returns:
         Request id -> blocks that it gets.
     """
-    given, num_left = {}, num_blocks
+    given: dict[Name, int] = {}
+    num_left = num_blocks
     order = sorted(wanted, key=lambda name: (wanted[name], name))
     for num_served, name in enumerate(order):
         given[name] = min(wanted[name], num_left // (len(order) - num_served))

@@ -280,7 +280,7 @@ class RequestTracker:
         lengths = [admitted.num_tokens for admitted in running if admitted.num_tokens]
         return Demand.of(self.spec, lengths, self.block_pool.num_gpu_blocks - 1) if lengths else None
 
-    def _is_held_back(self, request_id: str, num_tokens: int) -> bool:
+    def _is_held_back(self, request_id: str) -> bool:
         """Return True if a request that holds no blocks has to wait, although there may be room for it.
 
         A request that has held blocks does not wait: it was preempted, or its KV could not be pulled. In the latter
@@ -326,7 +326,7 @@ class RequestTracker:
             # NOTE: its prefix is evicted last, because its admission will evict all other cached blocks.
             self.host_pool.touch(self.match(request_id).block_ids)
             return self.block_pool.num_gpu_blocks + 1
-        if admitted is None and self._is_held_back(request_id, num_tokens):
+        if admitted is None and self._is_held_back(request_id):
             self.set_obstacle(request_id, Obstacle.HELD_BACK)
             self._asked = None
             return self.block_pool.num_gpu_blocks + 1

@@ -195,10 +195,10 @@ def _share(
     descriptor = _on_all_ranks(gather, create)
     file = gather(None if descriptor is None else HostPoolFile.of(descriptor, num_bytes))[0]
     memory = _on_all_ranks(gather, lambda: _map(file))
-    if descriptor is not None and not keeps_file:
-        os.close(descriptor)  # the mappings stay
-        descriptor = None
-    return HostPoolMemory(memory, descriptor)
+    pool = HostPoolMemory(memory, descriptor)
+    if not keeps_file:
+        pool.close_file()
+    return pool
 
 
 def _map(file: HostPoolFile) -> mmap.mmap:

@@ -37,7 +37,7 @@ class Peers:
     def addresses(self) -> list[tuple[str, int]]:
         """Return host and port of each peer that has been resolved so far. Never waits."""
         is_old = time.monotonic() - self._resolved_at > RESOLVE_S
-        if self.names and is_old and (self._thread is None or not self._thread.is_alive()):
+        if is_old and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._update, name="hisparse_tier_peers", daemon=True)
             self._thread.start()
         return self._addresses
