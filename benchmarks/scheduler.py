@@ -98,6 +98,7 @@ class Scheduler:
             num_blocks,
             enable_caching=True,
             transport=None,
+            max_num_seqs=num_requests,
             max_num_running=num_requests,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )

@@ -112,7 +112,7 @@ def long_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def idle_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker keeps state of sessions that wait, beside as many requests as may run."""
-    set_constant(monkeypatch, "max_num_running", 1000)
+    set_constant(monkeypatch, "max_num_seqs", 1000)
 
 
 def set_constant(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:

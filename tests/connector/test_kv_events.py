@@ -63,8 +63,8 @@ def test_events_are_those_that_vllm_publishes_for_the_device() -> None:
         for events in (on_device, on_host)
     ]
     assert blocks[0] == blocks[1] and len(blocks[1]) == len(request.block_hashes) == 4
-    groups = engine.half.groups
-    assert {event.group_idx for event in on_host} == {groups.hot_group_id} != {event.group_idx for event in on_device}
+    assert engine.half.groups.hot_group_id != 0, "which a router would not look at"
+    assert {event.group_idx for event in on_host} == {event.group_idx for event in on_device} == {0}
     assert {event.kv_cache_spec_kind for event in on_host} == {"mla_attention"}
 
 
@@ -152,7 +152,7 @@ def test_images_adapters_and_salts_are_in_the_extra_keys_as_in_vllms_own_events(
     adapter = LoRARequest("adapter", 3, "somewhere")
     about = {"lora_request": adapter, "cache_salt": "salt", "mm_features": images, "block_hasher": HASHER}
     request = Request("some", [7] * 42, SamplingParams(max_tokens=1), None, **about)
-    vllms, ours = BlockPool(2, True, 4, enable_kv_cache_events=True), HostPoolEvents(4, 1, True, BlockPool(2, True, 4))
+    vllms, ours = BlockPool(2, True, 4, enable_kv_cache_events=True), HostPoolEvents(4, True, BlockPool(2, True, 4))
     vllms.emit_cached_block_events(request, len(request.block_hashes), 4, 1)
     ours.stored(request, range(4))
     ours.stored(request, range(10))
@@ -167,7 +167,7 @@ def test_runs_of_blocks_share_an_event() -> None:
     """Blocks in between that are known already are left out."""
     request = make_request("some", range(24))
     request.block_hashes[:] = [bytes([index]) for index in range(6)]
-    events = HostPoolEvents(4, 1, is_mla=False, block_pool=BlockPool(2, True, 4))
+    events = HostPoolEvents(4, is_mla=False, block_pool=BlockPool(2, True, 4))
     events.stored(request, [2])
     events.stored(request, [0, 1, 2, 3, 5])
     shown = [(event.block_hashes, event.parent_block_hash, event.token_ids) for event in events.take()]
@@ -182,7 +182,7 @@ def test_runs_of_blocks_share_an_event() -> None:
     events.removed(b"\5")
     events.removed(b"\3")
     [event] = events.take()
-    assert (event.block_hashes, event.medium, event.group_idx) == ([5, 3], "CPU", 1)
+    assert (event.block_hashes, event.medium, event.group_idx) == ([5, 3], "CPU", 0)
 
 
 def test_the_events_of_a_reset_are_published_without_requests() -> None:

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
+import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from conftest import MODELS, assert_same_but_rounding, make_prompt
 from feature_servers import MAX_MODEL_LEN, MAX_NUM_SEQS, Pair, num_cached
 from kv_events import CachedPrefixes
 from safetensors import safe_open
-from servers import Server, completion, tokens_of, wait_for
+from servers import REQUEST_TIMEOUT_S, Server, completion, tokens_of, wait_for, wait_started
 from test_pd import BLOCK, assert_same
 
-from tools.harness.processes import LOOPBACK, ProcessGroup, free_ports
+from tools.harness.deployment import MODEL_NAME
+from tools.harness.processes import LOOPBACK, EngineProcess, ProcessGroup, free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -43,8 +49,9 @@ def event_ports() -> list[int]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, event_ports: list[int]) -> Iterator[Pair]:
-    args = ["--enable-prompt-embeds", "--scheduling-policy", "priority"]
-    endpoint, replay_endpoint = (f"tcp://{LOOPBACK}:{port}" for port in event_ports)
+    args = ["--enable-prompt-embeds", "--scheduling-policy", "priority", "--enable-scale-out"]  # the latter for routers
+    # NOTE: without `*`, vLLM's publisher would connect to the port.
+    endpoint, replay_endpoint = (f"tcp://*:{port}" for port in event_ports)
     events = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
     with ProcessGroup() as group:
         hot_args = ["--kv-events-config", json.dumps(events)]
@@ -215,6 +222,52 @@ def test_a_router_that_follows_events_knows_what_is_cached(pair: Pair, event_por
     wait_for(lambda: is_known(0))
     assert num_cached(pair.hot.complete(prompt)) == WHOLE_BLOCKS
     wait_for(lambda: is_known(WHOLE_BLOCKS))
+
+
+@pytest.mark.slow
+def test_vllm_router_sends_prompts_to_the_instance_that_has_them(
+    pair: Pair, event_ports: list[int], tmp_path: Path
+) -> None:
+    """The router counts each prompt whose prefix it knows from events; the other instance has no prefix cache."""
+    port, prometheus_port = free_ports(2)
+    command = [sys.executable, "-m", "vllm_router.launch_router", "--host", LOOPBACK, "--port", str(port)]
+    command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(prometheus_port), "--policy", "kv_aware"]
+    command += ["--worker-urls", pair.full.url, pair.hot.url, "--worker-startup-check-interval", "1"]
+    for option, event_port in zip(("--kv-event-source", "--kv-event-replay-source"), event_ports, strict=True):
+        command += [option, f"{pair.hot.url}=tcp://{LOOPBACK}:{event_port}"]
+    command += ["--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL_NAME]
+    url = f"http://{LOOPBACK}:{port}"
+
+    def ask(url: str, number: int) -> int:
+        text = " ".join(f"word {number} {index}" for index in range(60))
+        body = {"model": MODEL_NAME, "prompt": text, "max_tokens": 2}
+        reply = requests.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
+        assert reply.ok, reply.text
+        return num_cached(reply.json())
+
+    def num_known() -> int:
+        text = requests.get(f"http://{LOOPBACK}:{prometheus_port}/metrics", timeout=REQUEST_TIMEOUT_S).text
+        found = re.findall(r'^vllm_router_kv_placement_lookups_total\{.*result="hit".*\} (\d+)$', text, re.MULTILINE)
+        return sum(map(int, found))
+
+    numbers = itertools.count()
+
+    def follows() -> bool:
+        """A subscriber misses what is published before it has subscribed, so each attempt has another prompt."""
+        number = next(numbers)
+        ask(pair.hot.url, number)
+        ask(url, number)
+        return num_known() > 0
+
+    with ProcessGroup() as group:
+        group.start(EngineProcess("router", command, tmp_path / "router.log", health_url=f"{url}/readiness"))
+        wait_started(group)
+        wait_for(follows)
+        before, new = num_known(), [next(numbers) for _ in range(3)]
+        assert [ask(pair.hot.url, number) for number in new] == [0] * len(new)
+        wait_for(lambda: ask(url, new[-1]) >= BLOCK)
+        assert all(ask(url, number) >= BLOCK for number in new)
+        assert num_known() >= before + len(new) + 1
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
             release_failed_loads()
             reset_between_steps()
             _log_summary(vllm_config, kv_cache_config, config, groups, num_host_blocks)
+            limits = vllm_config.scheduler_config
             # NOTE: the scheduler half needs vLLM's KV cache manager, which vLLM makes after this object.
             self._make_scheduler = partial(
                 HiSparseSchedulerConnector,
@@ -78,8 +79,11 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 num_host_blocks=num_host_blocks,
                 enable_caching=vllm_config.cache_config.enable_prefix_caching,
                 transport=NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
-                max_num_running=vllm_config.scheduler_config.max_num_seqs,
-                max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_running=limits.max_num_seqs
+                if limits.max_num_active_seqs is None
+                else limits.max_num_active_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools=num_host_pools(vllm_config),
                 make_tiers=partial(make_tiers, vllm_config, config, groups.layout),

@@ -53,7 +53,8 @@ class HiSparseSchedulerConnector:
         num_host_blocks: number of blocks of each host pool.
         enable_caching: True if later requests may use blocks of finished ones.
         transport: P/D transport, or None for a single instance.
-        max_num_running: requests that may run in one step; the worker has room for so many.
+        max_num_seqs: requests that the worker has room for.
+        max_num_running: requests that vLLM lets run at once, at most `max_num_seqs`.
         max_num_batched_tokens: tokens that a step may compute.
         num_ranks: tensor parallel ranks, each with a device of its own.
         num_host_pools: number of host pools. If there are several, each has the same blocks, with the KV heads of its
@@ -70,6 +71,7 @@ class HiSparseSchedulerConnector:
         num_host_blocks: int,
         enable_caching: bool,
         transport: NixlSchedulerTransport | None,
+        max_num_seqs: int,
         max_num_running: int,
         max_num_batched_tokens: int,
         num_ranks: int = 1,
@@ -82,7 +84,7 @@ class HiSparseSchedulerConnector:
         if publishes_events:
             is_mla = self.layout.num_kv_heads is None
             block_pool = kv_cache_manager.block_pool
-            self.events = HostPoolEvents(self.layout.block_size, groups.hot_group_id, is_mla, block_pool)
+            self.events = HostPoolEvents(self.layout.block_size, is_mla, block_pool)
         self.host_pool = HostBlockPool(
             num_host_blocks,
             self.layout.block_size,
@@ -104,6 +106,7 @@ class HiSparseSchedulerConnector:
             kv_cache_manager,
             groups,
             enable_caching,
+            max_num_seqs,
             max_num_running,
             max_num_batched_tokens,
             self.admission,

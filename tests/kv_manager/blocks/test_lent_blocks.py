@@ -235,6 +235,21 @@ def test_blocks_come_back_for_all_requests_behind_a_refused_one() -> None:
     assert not engine.waiting
 
 
+def test_blocks_come_back_for_no_more_requests_than_may_run() -> None:
+    """vLLM's `--max-num-active-seqs` may be below `--max-num-seqs`."""
+    lent = []
+    for max_num_running in (8, 2):
+        engine = make_engine(1 + 20)
+        engine.tracker.max_num_running = max_num_running
+        engine.ask("a", list(range(4)), max_tokens=28)
+        decode(engine, STEPS_PER_BALANCE + 2)
+        for index in range(3):
+            engine.ask(f"waits-{index}", [100 * (index + 1) + i for i in range(5)], max_tokens=6)
+        engine.turn(MAX_BUDGET)
+        lent.append(num_lent(engine, "a"))
+    assert lent[0] < lent[1]
+
+
 def test_sizes_are_looked_at_every_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(80)
     engine.ask("a", list(range(6)), max_tokens=26)
@@ -278,7 +293,7 @@ class World:
             watermark_blocks=0,
         )
         groups = SimpleNamespace(hot_group_id=0, resident_group_id=1, hot_spec=self.spec, layout=self.LAYOUT)
-        limits = {"enable_caching": True, "max_num_running": 999, "max_num_batched_tokens": 1024}
+        limits = {"enable_caching": True, "max_num_seqs": 999, "max_num_running": 999, "max_num_batched_tokens": 1024}
         self.tracker = RequestTracker(HostBlockPool(1024, 64), Deferred(), kv_cache_manager, groups, **limits)
         for index, (name, length) in enumerate(lengths.items()):
             request = SimpleNamespace(num_tokens=length, num_computed_tokens=length - 1, status=RequestStatus.RUNNING)

@@ -59,7 +59,8 @@ class Tracked:
 
     def __init__(
         self,
-        max_num_running: int = 8,
+        max_num_seqs: int = 8,
+        max_num_running: int | None = None,
         enable_caching: bool = True,
         is_dense: bool = False,
         max_query_len: int = 1,
@@ -85,7 +86,7 @@ class Tracked:
         groups = SimpleNamespace(
             hot_group_id=0, resident_group_id=None if is_dense else 1, hot_spec=spec, layout=layout
         )
-        limits = enable_caching, max_num_running, 64
+        limits = enable_caching, max_num_seqs, max_num_seqs if max_num_running is None else max_num_running, 64
         self.tracker = RequestTracker(self.host_pool, self.deferred, kv_cache_manager, groups, *limits)
         self.num_hot_blocks = spec.num_blocks(1)
 
@@ -231,7 +232,7 @@ def test_unsaved_blocks_of_a_preempted_request_are_saved_once_and_kept_meanwhile
 
 @pytest.mark.parametrize("waits_first", [True, False])
 def test_idle_requests_make_room_and_those_that_are_not_running_go_first(waits_first: bool) -> None:
-    tracked = Tracked(max_num_running=2)
+    tracked = Tracked(max_num_seqs=2)
     requests = [tracked.arrive(name, 10) for name in "abc"]
     for index, request in enumerate(requests):
         tracked.admit(request, 10 * index)
@@ -284,7 +285,7 @@ def test_a_step_with_drafts_decodes() -> None:
 
 
 def test_a_request_that_lost_its_place_on_the_worker_begins_to_decode_again() -> None:
-    tracked = Tracked(is_dense=True, max_num_running=1)
+    tracked = Tracked(is_dense=True, max_num_seqs=1)
     session, other = tracked.arrive("session", 10), tracked.arrive("other", 10)
     tracked.admit(session, 7)
     tracked.admit(other, 19)

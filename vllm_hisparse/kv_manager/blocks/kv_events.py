@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+GROUP = 0  # NOTE: vllm-router looks for a prompt's prefix among the blocks of this group alone.
+
+
 class HostPoolEvents:
     """Collects vLLM's events about published host blocks: `BlockStored` and `BlockRemoved`, with medium "CPU".
 
@@ -27,7 +30,6 @@ class HostPoolEvents:
 
     Args:
         block_size: tokens per block.
-        group_id: KV cache group of the layers with hot rows.
         is_mla: True if these layers are MLA layers.
         block_pool: vLLM's pool of device blocks.
 
@@ -35,8 +37,8 @@ class HostPoolEvents:
         pending: events since the last `take`, in their order.
     """
 
-    def __init__(self, block_size: int, group_id: int, is_mla: bool, block_pool: BlockPool):
-        self.block_size, self.group_id = block_size, group_id
+    def __init__(self, block_size: int, is_mla: bool, block_pool: BlockPool):
+        self.block_size = block_size
         self.kind = KVCacheSpecKind.MLA_ATTENTION if is_mla else KVCacheSpecKind.FULL_ATTENTION
         self.pending: list[KVCacheEvent] = []
         self._reported: set[Hashable] = set()  # hashes
@@ -60,7 +62,7 @@ class HostPoolEvents:
             return
         self._reported.remove(block_hash)
         if not (self.pending and isinstance(self.pending[-1], BlockRemoved)):
-            self.pending.append(BlockRemoved([], MEDIUM_CPU, self.group_id, "LOCAL"))
+            self.pending.append(BlockRemoved([], MEDIUM_CPU, GROUP, "LOCAL"))
         self.pending[-1].block_hashes.append(maybe_convert_block_hash(block_hash))
 
     def take(self) -> list[KVCacheEvent]:
@@ -85,7 +87,7 @@ class HostPoolEvents:
             medium=MEDIUM_CPU,
             lora_name=request.lora_request.name if request.lora_request else None,
             extra_keys=to_event_extra_keys(extra_keys),
-            group_idx=self.group_id,
+            group_idx=GROUP,
             kv_cache_spec_kind=self.kind.value,
             locality="LOCAL",
             session_id=request.session_id,

@@ -125,7 +125,8 @@ class RequestTracker:
         kv_cache_manager: vLLM's manager.
         groups: the device KV cache groups.
         enable_caching: True if full blocks are published in the host prefix cache.
-        max_num_running: requests that may run in one step; the worker has room for so many.
+        max_num_seqs: requests that the worker has room for.
+        max_num_running: requests that vLLM lets run at once, at most `max_num_seqs`.
         max_num_batched_tokens: tokens that a step may compute.
         admission: limits the running requests; None: all that have room may run.
         events: reports published blocks to routers; None: vLLM publishes no events.
@@ -147,6 +148,7 @@ class RequestTracker:
         kv_cache_manager: KVCacheManager,
         groups: DeviceGroups,
         enable_caching: bool,
+        max_num_seqs: int,
         max_num_running: int,
         max_num_batched_tokens: int,
         admission: AdmissionControl | None = None,
@@ -155,7 +157,8 @@ class RequestTracker:
         managers, resident_id = kv_cache_manager.coordinator.single_type_managers, groups.resident_group_id
         self.host_pool, self.deferred, self.block_pool = host_pool, deferred, kv_cache_manager.block_pool
         self.spec, self.layout, self.resident_group_id = groups.hot_spec, groups.layout, resident_id
-        self.enable_caching, self.max_num_running, self.admission = enable_caching, max_num_running, admission
+        self.enable_caching, self.admission = enable_caching, admission
+        self.max_num_seqs, self.max_num_running = max_num_seqs, max_num_running
         self.events = events
         self.max_model_len, self.block_size = kv_cache_manager.max_model_len, groups.layout.block_size
         self.has_drafts, self.has_draft_layers = self.layout.max_query_len > 1, self.layout.draft_row_bytes > 0
@@ -735,7 +738,7 @@ class RequestTracker:
         known = [name for name, admitted in self.admitted.items() if admitted.num_sent_blocks]
         idle = [request_id for request_id in known if request_id not in num_scheduled]
         idle.sort(key=lambda request_id: self.requests[request_id].status == RequestStatus.RUNNING)
-        return idle[: max(len(known) - self.max_num_running, 0)]
+        return idle[: max(len(known) - self.max_num_seqs, 0)]
 
     def _drop_worker_state(self, request_id: str) -> None:
         """Let the worker forget a request; its tables are sent again when it runs."""
