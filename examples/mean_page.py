@@ -8,7 +8,6 @@ PAGE = 16
 
 
 class MeanPage(SparseAlgorithm):
-    name = "mean_page"
     graph_capturable = True
 
     @classmethod

@@ -696,15 +696,16 @@ def test_options_of_dense_models() -> None:
     config = HiSparseConfig.from_vllm_config(dense_engine(extra))
     assert (config.top_k, config.rows, config.tokens_per_unit, config.full_kv_layers) == (96, 192, 32, [0, 3])
     algorithm = config.make_algorithm(AttentionShape(4, 2, 16, torch.float32), 1000)
-    assert (algorithm.name, algorithm.num_selected, algorithm.max_units) == ("quest", 3, 32)
+    assert (type(algorithm).__name__, algorithm.num_selected, algorithm.max_units) == ("Quest", 3, 32)
 
 
 @pytest.mark.parametrize("name", ["qest", "package.qest", ".qest", "..qest"])
 def test_refuses_unknown_algorithms_with_the_known_ones(name: str) -> None:
     message = parse_refusal({**GIB, "algorithm": name})
     known = "one of cluster_kv, dsa, msa, oracle, pq_cache, quest, streaming_llm"
-    check_parts(message, "algorithm", repr(name), known, "Correct the name.")
-    assert ("(No module named 'package')" in message) == (name == "package.qest"), "its folder may not be on PYTHONPATH"
+    advice = "Correct the path, or set PYTHONPATH" if name == "package.qest" else "Correct the name."
+    check_parts(message, "algorithm", repr(name), known, advice)
+    assert ("No module named 'package'" in message) == (name == "package.qest")
 
 
 @pytest.mark.parametrize(
@@ -727,7 +728,7 @@ def test_refuses_algorithm_options(algorithm: str, name: str, value: Any, expect
 @pytest.mark.parametrize(
     ("extra_config", "top_k", "expected"),
     [
-        ({"algorithm": "quest"}, 15, "at least 16, the tokens that 'quest' always selects, a multiple of 16"),
+        ({"algorithm": "quest"}, 15, "a multiple of 16 (a unit of 'quest'), and at least 16, the tokens"),
         ({"algorithm": "quest"}, 100, "a multiple of 16"),
         ({"algorithm": "streaming_llm"}, 16, "at least 32"),
         ({"algorithm": "cluster_kv"}, 335, "at least 336"),
@@ -736,7 +737,7 @@ def test_refuses_algorithm_options(algorithm: str, name: str, value: Any, expect
 )
 def test_refuses_a_budget_below_what_is_always_selected(extra_config: dict, top_k: int, expected: str) -> None:
     message = dense_refusal({**extra_config, "top_k": top_k})
-    check_parts(message, "top_k", str(top_k), expected, "Raise it, or lower the sinks, window or page")
+    check_parts(message, "top_k", str(top_k), expected, "Correct it, or the sinks, window or page")
 
 
 @pytest.mark.parametrize("size", [96, 136])

@@ -100,17 +100,18 @@ def test_scripts_start_one_server(
     assert {name: getattr(args, name) for name in options} == options
 
 
+@pytest.mark.parametrize("budget", [{}, {"TOP_K": "1024"}])
 @pytest.mark.parametrize("script", ["single_instance.sh", "prefill_decode.sh", "expert_parallel.sh"])
-def test_a_dense_model_gets_an_algorithm(tmp_path: Path, script: str) -> None:
+def test_a_dense_model_gets_an_algorithm(tmp_path: Path, script: str, budget: dict[str, str]) -> None:
     num_programs = 3 if script == "prefill_decode.sh" else 1
-    commands = run_script(script, tmp_path, num_programs, "some/model", ALGORITHM="quest", HOST_POOL_GIB="3")
+    commands = run_script(script, tmp_path, num_programs, "some/model", ALGORITHM="quest", HOST_POOL_GIB="3", **budget)
     (extra_config,) = (
         json.loads(argument)["kv_connector_extra_config"]
         for command in commands
         for argument in command
         if "HiSparseHostConnector" in argument
     )
-    assert extra_config == {"host_pool_gib": 3, "algorithm": "quest"}
+    assert extra_config == {"host_pool_gib": 3, "algorithm": "quest", **({"top_k": 1024} if budget else {})}
 
 
 def test_prefill_decode_starts_two_servers_and_a_router(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from weakref import finalize
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
+from vllm_hisparse.algorithms.registry import ALGORITHMS, AlgorithmRefused, check_class, find_algorithm
 from vllm_hisparse.compat.model_loading import OTHER_LOADERS
 from vllm_hisparse.layout import MSA_BLOCK_SIZE, KVLayout, most_buffer_rows, most_drafts
 from vllm_hisparse.ops.limits import MAX_TOP_K
@@ -533,13 +533,14 @@ def _check_lease(seconds: object) -> None:
 
 
 def _check_algorithm(config: HiSparseConfig) -> None:
-    """Refuse an unknown algorithm, and algorithm options that are unknown or out of range."""
+    """Refuse an algorithm that is unknown or unusable, and algorithm options that are unknown or out of range."""
     try:
         algorithm = find_algorithm(config.algorithm)
-    except LookupError as error:
-        raise HiSparseConfigError("algorithm", config.algorithm, str(error), "Correct the name.") from None
-    try:
-        algorithm.Options(**config.algorithm_options)
+        options = algorithm.Options(**config.algorithm_options)
+        check_class(algorithm, options)
+    except AlgorithmRefused as error:
+        # NOTE: where the author's module fails, the traceback says where.
+        raise HiSparseConfigError("algorithm", config.algorithm, str(error), error.advice) from error.__cause__
     except ValidationError as error:
         detail = error.errors()[0]
         option = ".".join(str(part) for part in ("algorithm_options", *detail["loc"]))
@@ -605,7 +606,7 @@ def _dsa_top_k(config: HiSparseConfig, model: ModelConfig) -> int:
 
 
 def block_indexer_misfits(indexer: dict[str, Any], num_kv_heads: int | None) -> Iterator[tuple[str, str]]:
-    """Yield the options of a model's `sparse_attention_config` with which it cannot have hot buffers, and what they need.
+    """Yield the options of a model's `sparse_attention_config` that rule out hot buffers, and what is needed.
 
     Args:
         indexer: the model's `sparse_attention_config`.
@@ -789,12 +790,16 @@ def _dense_top_k(config: HiSparseConfig) -> int:
     top_k = DEFAULT_TOP_K if config.top_k is None else config.top_k
     unit, least = config.tokens_per_unit, config.algorithm_class.min_budget(config.parsed_options)
     if top_k < least or top_k % unit:
-        multiple = f", a multiple of {unit}" if unit > 1 else ""
+        multiple = f"a multiple of {unit} (a unit of '{config.algorithm}'), and " if unit > 1 else ""
+        is_known = config.algorithm in ALGORITHMS
+        parts = (
+            "the sinks, window or page in algorithm_options" if is_known else "unit_tokens or min_budget of the class"
+        )
         raise HiSparseConfigError(
             "top_k",
             top_k,
-            f"at least {least}, the tokens that '{config.algorithm}' always selects{multiple}",
-            "Raise it, or lower the sinks, window or page in algorithm_options.",
+            f"{multiple}at least {least}, the tokens that '{config.algorithm}' always selects",
+            f"Correct it, or {parts}.",
         )
     return top_k
 

@@ -2,13 +2,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_states import poisoned_state
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.cluster_kv import UNCLUSTERED, ClusterKV
+from vllm_hisparse.algorithms.testing import (
+    REQUEST,
+    SHAPE,
+    chosen,
+    poisoned_state,
+    random_keys,
+    random_query,
+    represent,
+    retrieve,
+)
 
-from .testing import ROW, SHAPE, chosen, group_of, make, random_keys, random_query, represent, retrieve
+from .testing import group_of, make
 
 OPTIONS = {"sink_tokens": 3, "tokens_per_cluster": 9, "update_interval": 7, "clusters_per_update": 2}
 
@@ -16,7 +25,7 @@ OPTIONS = {"sink_tokens": 3, "tokens_per_cluster": 9, "update_interval": 7, "clu
 def cluster_members(state, num_tokens: int, kv_head: int) -> dict[int, set[int]]:
     """Cluster -> positions; UNCLUSTERED for sinks and pending tokens."""
     members: dict[int, set[int]] = {}
-    for position, label in enumerate(state["labels"][ROW][:num_tokens, kv_head].tolist()):
+    for position, label in enumerate(state["labels"][REQUEST][:num_tokens, kv_head].tolist()):
         members.setdefault(label, set()).add(position)
     return members
 
@@ -37,7 +46,7 @@ def test_clusters_partition_the_tokens(num_prompt: int, num_new: int) -> None:
         members = cluster_members(state, num_tokens, kv_head)
         assert members.pop(UNCLUSTERED, set()) == set(range(min(3, num_tokens))) | pending
         for cluster, positions in members.items():
-            assert 0 <= cluster < state["num_clusters"][ROW]
+            assert 0 <= cluster < state["num_clusters"][REQUEST]
             if cluster < num_prompt_clusters:
                 assert max(positions) < num_prompt
             else:
@@ -51,8 +60,8 @@ def test_tokens_that_come_after_the_prompt_are_clustered_as_generated_ones() -> 
     generated = represent(algorithm, keys, 40)
     mixed = represent(algorithm, keys[:45], 40)
     for position in range(45, 60):
-        algorithm.construct_representations(mixed, ROW, keys[position : position + 1], position)
-    assert mixed["num_clusters"][ROW] == generated["num_clusters"][ROW]
+        algorithm.construct_representations(mixed, REQUEST, keys[position : position + 1], position)
+    assert mixed["num_clusters"][REQUEST] == generated["num_clusters"][REQUEST]
     for kv_head in range(SHAPE.num_kv_heads):
         assert cluster_members(mixed, 60, kv_head) == cluster_members(generated, 60, kv_head)
 
@@ -64,7 +73,7 @@ def test_centroids_are_the_means_of_their_clusters() -> None:
         for cluster, positions in cluster_members(state, 95, kv_head).items():
             if cluster != UNCLUSTERED:
                 mean = keys[sorted(positions), kv_head].mean(0)
-                torch.testing.assert_close(state["centroids"][ROW][cluster, kv_head], mean)
+                torch.testing.assert_close(state["centroids"][REQUEST][cluster, kv_head], mean)
 
 
 def test_clusters_by_direction() -> None:
@@ -74,7 +83,7 @@ def test_clusters_by_direction() -> None:
     lengths = torch.tensor([1.0, 10.0] * 10 + [10.0, 1.0] * 10)[:, None, None]
     keys = directions.repeat_interleave(20, 0)[:, None].expand(-1, SHAPE.num_kv_heads, -1) * lengths
     algorithm = make(ClusterKV, sink_tokens=0, tokens_per_cluster=20)
-    labels = represent(algorithm, keys, 40)["labels"][ROW][:40, 0].tolist()
+    labels = represent(algorithm, keys, 40)["labels"][REQUEST][:40, 0].tolist()
     assert labels == [labels[0]] * 20 + [1 - labels[0]] * 20
 
 
@@ -85,10 +94,10 @@ def test_an_update_clusters_as_the_prompt_would() -> None:
     scratch = make(ClusterKV, **{**OPTIONS, "sink_tokens": 0, "tokens_per_cluster": 4})
     alone = represent(scratch, keys[53:60], 7)
     old = -(-50 // 9)
-    torch.testing.assert_close(state["labels"][ROW][53:60] - old, alone["labels"][ROW][:7])
-    torch.testing.assert_close(state["centroids"][ROW][old : old + 2], alone["centroids"][ROW][:2])
+    torch.testing.assert_close(state["labels"][REQUEST][53:60] - old, alone["labels"][REQUEST][:7])
+    torch.testing.assert_close(state["centroids"][REQUEST][old : old + 2], alone["centroids"][REQUEST][:2])
     before = represent(algorithm, keys[:53], 53)
-    assert torch.equal(state["labels"][ROW][:53], before["labels"][ROW][:53]), "old clusters stay"
+    assert torch.equal(state["labels"][REQUEST][:53], before["labels"][REQUEST][:53]), "old clusters stay"
 
 
 @pytest.mark.long
@@ -128,9 +137,9 @@ def test_the_budget_holds_what_is_always_attended() -> None:
 def test_padding_adds_no_clusters() -> None:
     """Padding occurs several times in a batch, at position 0, which is clustered at once here."""
     algorithm = make(ClusterKV, max_tokens=8, sink_tokens=0, window_tokens=4, update_interval=1)
-    state, padding, position = poisoned_state(algorithm, ROW + 1), torch.full((3,), ROW), torch.zeros(3).long()
+    state, padding, position = poisoned_state(algorithm, REQUEST + 1), torch.full((3,), REQUEST), torch.zeros(3).long()
     state["num_clusters"].zero_(), state["first_pending"].zero_()
     for seed in range(20):
         algorithm.update_representations(state, padding, random_keys(3, seed), position)
         algorithm.retrieve_topk(state, padding, random_query(seed).expand(3, -1, -1), position)
-    assert state["num_clusters"][ROW] <= state["centroids"].num_entries
+    assert state["num_clusters"][REQUEST] <= state["centroids"].num_entries

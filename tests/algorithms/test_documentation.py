@@ -11,30 +11,28 @@ import torch
 
 from vllm_hisparse.algorithms.base import AttentionShape
 from vllm_hisparse.algorithms.registry import ALGORITHMS, find_algorithm
-
-from .testing import (
-    ROW,
+from vllm_hisparse.algorithms.testing import (
+    REQUEST,
     SHAPE,
-    best,
+    check,
     chosen,
-    group_of,
-    make,
     random_keys,
     random_query,
     represent,
     retrieve,
-    state_bytes,
 )
 
+from .testing import best, group_of, make, state_bytes
+
 TEXT = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-EXAMPLE = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL).group(1)
+EXAMPLE, OPTIONS_EXAMPLE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 DENSE = [name for name in ALGORITHMS if find_algorithm(name).model_family == "gqa"]
 
 
 @pytest.fixture
 def mean_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The example's class, found as users would name it."""
-    (tmp_path / "example_algorithm.py").write_text(EXAMPLE)
+    (tmp_path / "example_algorithm.py").write_text(EXAMPLE + OPTIONS_EXAMPLE)
     monkeypatch.syspath_prepend(tmp_path)
     yield find_algorithm("example_algorithm.MeanPage")
     sys.modules.pop("example_algorithm")
@@ -53,7 +51,20 @@ def test_the_example_selects_pages_by_their_mean(mean_page) -> None:
 def test_the_example_does_not_depend_on_chunks(mean_page) -> None:
     keys, algorithm = random_keys(90), make(mean_page)
     pieces, whole = represent(algorithm, keys, 70, (5, 33)), represent(algorithm, keys, 90)
-    torch.testing.assert_close(pieces["sums"][ROW][:6], whole["sums"][ROW][:6])
+    torch.testing.assert_close(pieces["sums"][REQUEST][:6], whole["sums"][REQUEST][:6])
+
+
+@pytest.mark.parametrize("name", ["MeanPage", "SinkPage"])
+def test_the_examples_pass_all_checks(mean_page, name: str) -> None:
+    check(f"example_algorithm.{name}")
+
+
+def test_the_example_with_options_always_selects_its_sinks(mean_page) -> None:
+    algorithm = make(find_algorithm("example_algorithm.SinkPage"), budget=48, sink_tokens=20)
+    assert algorithm.min_budget(algorithm.options) == 48
+    state = represent(algorithm, random_keys(150), 70)
+    for seed in range(5):
+        assert chosen(retrieve(algorithm, state, random_query(seed), 150)) == [{0, 1, 9}] * SHAPE.num_kv_heads
 
 
 def test_the_example_is_short() -> None:

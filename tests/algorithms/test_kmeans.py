@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_states import poisoned_state
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,8 +11,9 @@ from vllm_hisparse.algorithms import kmeans as kmeans_module
 from vllm_hisparse.algorithms.cluster_kv import ClusterKV
 from vllm_hisparse.algorithms.kmeans import chunks, kmeans, nearest
 from vllm_hisparse.algorithms.pq_cache import PQCache
+from vllm_hisparse.algorithms.testing import REQUEST, poisoned_state, random_keys, random_query, represent
 
-from .testing import ROW, make, random_keys, random_query, represent
+from .testing import make
 
 
 def lloyd(points: torch.Tensor, num_clusters: int, num_iterations: int) -> torch.Tensor:
@@ -90,5 +90,5 @@ def test_a_long_prompt_is_clustered_in_bounded_memory(monkeypatch: pytest.Monkey
     assert largest.num_bytes <= max(limit, keys[:, 0].float().nbytes)
     query, length = random_query(), torch.tensor([num_tokens])
     for each in (expected, state):
-        each["selected"] = algorithm.retrieve_topk(each, torch.tensor([ROW]), query, length)
+        each["selected"] = algorithm.retrieve_topk(each, torch.tensor([REQUEST]), query, length)
     assert torch.equal(expected["selected"], state["selected"])

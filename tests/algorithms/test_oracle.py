@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.oracle import Oracle
+from vllm_hisparse.algorithms.testing import SHAPE, chosen, random_keys, random_query, represent, retrieve
 
-from .testing import SHAPE, best, chosen, group_of, make, random_keys, random_query, represent, retrieve
+from .testing import best, group_of, make
 
 
 def weights_of(keys, query, kv_head: int) -> dict[int, float]:

@@ -5,15 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.pq_cache import PQCache
+from vllm_hisparse.algorithms.testing import REQUEST, SHAPE, chosen, random_keys, random_query, represent, retrieve
 
-from .testing import ROW, SHAPE, best, chosen, group_of, make, random_keys, random_query, represent, retrieve
+from .testing import best, group_of, make
 
 OPTIONS = {"sink_tokens": 3, "window_tokens": 5, "num_bits": 3}
 
 
 def decoded(state, num_tokens: int, kv_head: int) -> torch.Tensor:
     """Keys as their codes say: [num_tokens, head_size]."""
-    codes, codebooks = state["codes"][ROW][:num_tokens, kv_head].long(), state["codebooks"][ROW, kv_head]
+    codes, codebooks = state["codes"][REQUEST][:num_tokens, kv_head].long(), state["codebooks"][REQUEST, kv_head]
     return torch.cat([codebooks[part][codes[:, part]] for part in range(codes.shape[1])], -1)
 
 
@@ -38,8 +39,8 @@ def test_a_code_is_the_nearest_centroid_of_each_part() -> None:
     for kv_head in range(SHAPE.num_kv_heads):
         for part in range(2):
             points = keys[:, kv_head].unflatten(-1, (2, -1))[:, part]
-            distances = torch.cdist(points, state["codebooks"][ROW, kv_head, part])
-            picked = distances.gather(1, state["codes"][ROW][:90, kv_head, part].long()[:, None])[:, 0]
+            distances = torch.cdist(points, state["codebooks"][REQUEST, kv_head, part])
+            picked = distances.gather(1, state["codes"][REQUEST][:90, kv_head, part].long()[:, None])[:, 0]
             torch.testing.assert_close(picked, distances.min(-1).values)
 
 
@@ -48,9 +49,9 @@ def test_new_tokens_get_the_codes_of_the_prompts_codebook() -> None:
     algorithm, keys = make(PQCache, **OPTIONS), random_keys(90)
     one_by_one = represent(algorithm, keys, 70)
     chunk = represent(algorithm, keys[:70], 70)
-    algorithm.construct_representations(chunk, ROW, keys[70:], 70)
+    algorithm.construct_representations(chunk, REQUEST, keys[70:], 70)
     for field in chunk:
-        assert torch.equal(chunk[field][ROW][:90], one_by_one[field][ROW][:90])
+        assert torch.equal(chunk[field][REQUEST][:90], one_by_one[field][REQUEST][:90])
 
 
 def test_more_bits_are_closer() -> None:

@@ -7,25 +7,14 @@ from hypothesis import strategies as st
 
 from vllm_hisparse.algorithms.base import State
 from vllm_hisparse.algorithms.quest import Quest
+from vllm_hisparse.algorithms.testing import REQUEST, SHAPE, chosen, random_keys, random_query, represent, retrieve
 
-from .testing import (
-    ROW,
-    SHAPE,
-    best,
-    chosen,
-    group_of,
-    make,
-    random_keys,
-    random_query,
-    represent,
-    retrieve,
-    state_bytes,
-)
+from .testing import best, group_of, make, state_bytes
 
 
 def check_bounds(algorithm: Quest, keys: torch.Tensor, query: torch.Tensor, state: State) -> None:
     """Every page's score is at least the dot product of every query head with every key of the page."""
-    scores = algorithm.upper_bounds(state, torch.tensor([ROW]), query, torch.tensor([len(keys)]))[0]
+    scores = algorithm.upper_bounds(state, torch.tensor([REQUEST]), query, torch.tensor([len(keys)]))[0]
     for kv_head in range(SHAPE.num_kv_heads):
         products = keys[:, kv_head] @ group_of(query, kv_head).T
         for position, product in enumerate(products.amax(1)):

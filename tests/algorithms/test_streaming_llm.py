@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from vllm_hisparse.algorithms.streaming_llm import StreamingLLM
+from vllm_hisparse.algorithms.testing import chosen, random_query, retrieve
 
-from .testing import chosen, make, random_query, retrieve
+from .testing import make
 
 
 @pytest.mark.parametrize(

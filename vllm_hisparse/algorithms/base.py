@@ -53,11 +53,27 @@ class StateField:
         dtype: element type.
         tokens_per_entry: tokens for each entry of a field that grows with the request (`PagedField`). None: the field
             has a fixed size, and is allocated for every request that can run.
+
+    Raises:
+        ValueError: a value is of another kind; an entry of a field that grows has no element.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     tokens_per_entry: int | None = None
+
+    def __post_init__(self) -> None:
+        tokens, least = self.tokens_per_entry, 0 if self.tokens_per_entry is None else 1
+        has_sizes = isinstance(self.shape, tuple) and all(type(size) is int and size >= least for size in self.shape)
+        is_real = isinstance(self.dtype, torch.dtype) and not (self.dtype.is_complex or "torch.q" in str(self.dtype))
+        has_tokens = tokens is None or (type(tokens) is int and tokens >= 1)
+        for name, fits, expected in (
+            ("shape", has_sizes, f"a tuple of whole numbers from {least} on"),
+            ("dtype", is_real, "a torch.dtype of real numbers"),
+            ("tokens_per_entry", has_tokens, "None or a whole number from 1 on"),
+        ):
+            if not fits:
+                raise ValueError(f"StateField {name}: got {getattr(self, name)!r}, expected {expected}")
 
     @property
     def num_bytes(self) -> int:
@@ -74,14 +90,12 @@ class Selector:
     """A selector of positions, as far as the configuration knows it.
 
     Attributes:
-        name: value of the option `algorithm`.
         model_family: "mla": the model's own indexer selects rows for all heads; "msa": it selects blocks for each KV
             head; "gqa": a `SparseAlgorithm` selects.
         forgets_drafts: True if the state can forget rejected drafts, so that speculative decoding is possible.
         Options: class of the `algorithm_options`.
     """
 
-    name: ClassVar[str]
     model_family: ClassVar[Literal["mla", "msa", "gqa"]]
     forgets_drafts: ClassVar[bool] = False
     Options: ClassVar[type[AlgorithmOptions]] = AlgorithmOptions
@@ -167,15 +181,18 @@ class SparseAlgorithm(Selector, ABC):
     def construct_representations(self, state: State, request_index: int, keys: torch.Tensor, first: int) -> None:
         """Represent keys of a request that come from a prefill, a transfer or the host pool.
 
-        The first call for a request has `first` 0, and perhaps no keys; later calls have growing `first`. The result
-        must not depend on how the keys are divided among calls.
+        The first call for a request has `first` 0, and perhaps no keys. A later call begins where the last one ended,
+        or before the last represented token, at the start of a unit: for example if a session's next turn begins, or a
+        request resumes. Then the tokens from `first` on must be forgotten, because they come again, or were rejected
+        drafts. The result must not depend on how the keys are divided among calls.
 
         Args:
             state: state of one layer, updated in place.
             request_index: index of the request in the first dimension of every field of `state`.
             keys: [num_tokens, num_kv_heads, head_size] in `AttentionShape.dtype`: positions [first, first +
-                num_tokens).
-            first: 0, or the end of an earlier call's positions.
+                num_tokens), with rotary embedding, as they are stored.
+            first: 0, the end of the represented tokens, or the start of a unit before it. If the algorithm
+                `needs_whole_prompt`, it is 0, or the end.
         """
 
     def update_representations(
@@ -214,18 +231,37 @@ class SparseAlgorithm(Selector, ABC):
         """Select the units with the best scores, at most `num_selected`.
 
         Args:
-            scores: [batch, num_kv_heads, max_units] of any float dtype; scores beyond a request's tokens are ignored.
+            scores: [batch, num_kv_heads, max_units] of any float dtype; scores beyond a request's tokens are ignored. A
+                unit with minus infinity or NaN is never selected, even if there is room.
             num_tokens: [batch] int64 tokens of each request.
             keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool, True for units that are always selected;
                 None: no such units.
 
         Returns:
             The same as `retrieve_topk`.
+
+        Raises:
+            ValueError: an argument has another dtype or shape.
         """
+        batch, num_heads = len(num_tokens), self.shape.num_kv_heads
+        self._check("scores", scores, scores.is_floating_point(), (batch, num_heads, self.max_units))
         scores = scores.float()
         if keep is not None:
-            scores = scores.masked_fill(keep.view(len(keep), -1, self.max_units), float("inf"))
+            by_head = keep[:, None] if keep.dim() == 2 else keep
+            heads = 1 if keep.dim() == 2 else num_heads
+            self._check("keep", by_head, keep.dtype == torch.bool, (batch, heads, self.max_units))
+            scores = scores.masked_fill(by_head, float("inf"))
         return select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected)
+
+    def _check(self, name: str, given: torch.Tensor, has_dtype: bool, shape: tuple[int, ...]) -> None:
+        """Refuse an argument of `select`. name: argument's name. has_dtype: False if its dtype is another one."""
+        if has_dtype and given.shape == shape:
+            return
+        kind = "bool" if name == "keep" else "float"
+        raise ValueError(
+            f"{name} of select in {type(self).__qualname__}: got {given.dtype} {list(given.shape)}, expected {kind} "
+            f"{list(shape)} (batch, KV heads{' or 1' if name == 'keep' else ''}, max_units)"
+        )
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Group queries by KV head.
@@ -237,3 +273,27 @@ class SparseAlgorithm(Selector, ABC):
             [batch, num_kv_heads, heads per KV head, head_size] float32.
         """
         return query.float().view(len(query), self.shape.num_kv_heads, -1, self.shape.head_size)
+
+
+def check_selection(algorithm: SparseAlgorithm, selection: object, batch: int) -> None:
+    """Refuse a result of `retrieve_topk` that is no selection; its values are not read.
+
+    Args:
+        algorithm: the algorithm.
+        selection: the result.
+        batch: number of queries.
+
+    Raises:
+        ValueError: it is not a tensor, or has another dtype or shape.
+    """
+    expected, is_tensor = (batch, algorithm.shape.num_kv_heads, algorithm.num_selected), False
+    if isinstance(selection, torch.Tensor):
+        if (selection.dtype, tuple(selection.shape)) == (torch.int32, expected):
+            return
+        is_tensor = True
+    got = f"{selection.dtype} {list(selection.shape)}" if is_tensor else type(selection).__name__
+    wanted = f"torch.int32 {list(expected)} (batch, KV heads, num_selected)"
+    raise ValueError(
+        f"retrieve_topk of {type(algorithm).__qualname__} returned {got}, expected {wanted}. Return what "
+        "self.select(...) returns."
+    )

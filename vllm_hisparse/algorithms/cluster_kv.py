@@ -39,7 +39,6 @@ class ClusterKV(SparseAlgorithm):
     keep full KV. Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
-    name = "cluster_kv"
     forgets_drafts = True
     needs_whole_prompt = True
     num_full_kv_layers = 2

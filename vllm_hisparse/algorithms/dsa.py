@@ -13,6 +13,5 @@ class DSA(Selector):
     here. Its keys are saved, restored and transferred like KV.
     """
 
-    name = "dsa"
     model_family = "mla"
     forgets_drafts = True  # the indexer keys of a rejected position are overwritten

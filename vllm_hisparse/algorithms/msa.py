@@ -16,7 +16,6 @@ class MSA(SparseAlgorithm):
     Here, nothing is represented, and a selected block becomes as many units as it has.
     """
 
-    name = "msa"
     model_family = "msa"
     graph_capturable = True
     forgets_drafts = True  # the indexer keys of a rejected position are overwritten

@@ -14,7 +14,6 @@ class Oracle(SparseAlgorithm):
     token's score is its softmax weight, summed over the query heads that share a KV head.
     """
 
-    name = "oracle"
     graph_capturable = True
     forgets_drafts = True
 

@@ -44,7 +44,6 @@ class PQCache(SparseAlgorithm):
     Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
-    name = "pq_cache"
     graph_capturable = True
     forgets_drafts = True
     needs_whole_prompt = True

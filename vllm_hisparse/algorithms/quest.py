@@ -28,7 +28,6 @@ class Quest(SparseAlgorithm):
     full KV. Query heads that share a KV head share a selection, by the largest of their scores.
     """
 
-    name = "quest"
     graph_capturable = True
     forgets_drafts = True
     num_full_kv_layers = 2

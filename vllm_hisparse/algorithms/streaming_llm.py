@@ -25,7 +25,6 @@ class StreamingLLM(SparseAlgorithm):
     positions inside the cache, which matters only beyond the context length that the model was trained for.
     """
 
-    name = "streaming_llm"
     graph_capturable = True
     forgets_drafts = True
     Options = StreamingLLMOptions

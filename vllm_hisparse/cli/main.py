@@ -87,6 +87,14 @@ def doctor(ctx: typer.Context) -> None:
     forward(ctx, doctor_command)
 
 
+@app.command("check-algorithm", context_settings=FORWARDED)
+def check_algorithm(ctx: typer.Context) -> None:
+    """Check a selection algorithm of your own on random keys, in seconds, without an engine."""
+    from vllm_hisparse.cli.check_algorithm import check_algorithm_command
+
+    forward(ctx, check_algorithm_command)
+
+
 @trace_app.command(context_settings=FORWARDED)
 def record(ctx: typer.Context) -> None:
     """Let a DSA model continue some texts and record which positions it selects."""

@@ -292,7 +292,8 @@ def _log_summary(
             "%.2f requests of max_model_len can be hot as a whole.",
             kv_cache_config.num_blocks * layout.device_block_bytes / groups.hot_spec.request_bytes(max_model_len, True),
         )
-    if config.rows > max_model_len:
+    given = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if config.rows > max_model_len and "device_buffer_size" in given:
         logger.warning(
             "HiSparse: device_buffer_size is %d, more than the %d tokens of the longest request. Lower it, or raise "
             "--max-model-len.",

@@ -320,7 +320,7 @@ class HiSparseWorkerConnector:
         logger.info(
             "HiSparse: the state of %s takes %d device blocks for a request of %d tokens, and %.1f MiB beside the KV "
             "cache for %d requests.",
-            algorithm.name,
+            self.config.algorithm,
             layout.state.num_blocks(max_model_len),
             max_model_len,
             request_bytes * (shape.num_requests + 1) / 2**20,
@@ -331,7 +331,9 @@ class HiSparseWorkerConnector:
             beside_bytes = staging_bytes + shape.num_device_blocks * layout.residency_block_bytes
             beside_bytes += self.config.import_buffer_bytes
             free_bytes = int(FREE_DEVICE_SHARE * _free_bytes(device)) - beside_bytes
-            check_fixed_state_fits(algorithm.name, shape.num_requests, shape.max_batch, request_bytes, free_bytes)
+            check_fixed_state_fits(
+                self.config.algorithm, shape.num_requests, shape.max_batch, request_bytes, free_bytes
+            )
         return algorithm
 
 

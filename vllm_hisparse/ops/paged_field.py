@@ -28,16 +28,25 @@ class PagedField:
 
     def __getitem__(self, index: int | torch.Tensor | tuple[int | torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if isinstance(index, tuple):
-            return self.blocks[self._places(*index)]
+            return self.blocks[self._places(index)]
         tables = self.table[index].long()
         first = tables.dim() - 1
         return self.blocks[tables].flatten(first, first + 1).narrow(first, 0, self.num_entries)
 
     def __setitem__(self, index: tuple[int | torch.Tensor, torch.Tensor], values: torch.Tensor | float) -> None:
-        blocks, offsets = self._places(*index)
+        blocks, offsets = self._places(index)
         self.blocks[blocks, offsets] = values
 
-    def _places(self, requests: int | torch.Tensor, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block of each entry, and its place in the block; both int64."""
-        per_block = self.blocks.shape[1]
+    def _places(self, index: tuple[int | torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block of each entry, and its place in the block; both int64.
+
+        Raises:
+            TypeError: `index` is not requests and entries.
+        """
+        if not (isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], torch.Tensor)):
+            raise TypeError(
+                "A field that grows is indexed by requests and an int64 tensor of entries, as in field[requests, "
+                "entries]; only field[requests], a copy of all entries, needs no second index."
+            )
+        (requests, entries), per_block = index, self.blocks.shape[1]
         return self.table[requests, entries // per_block].long(), entries % per_block

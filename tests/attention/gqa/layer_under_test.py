@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_states import poisoned_state
 from beside_flashinfer import import_flashinfer_cuda
 from stand_ins import bare
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -59,6 +58,7 @@ def attend_xqa(**call: Any) -> None:
 if not hasattr(fa_utils, "flash_attn_varlen_func"):
     fa_utils.flash_attn_varlen_func = attend_paged  # a CPU build of vLLM has none
 
+from vllm_hisparse.algorithms.testing import poisoned_state  # noqa: E402
 from vllm_hisparse.attention.gqa import flash_attn_cuda, triton_cuda  # noqa: E402
 
 flashinfer_cuda = import_flashinfer_cuda()
@@ -256,7 +256,7 @@ class LayerUnderTest(ABC):
         """[1, num_heads, head_size] of a token that is decoded. Layers of several devices get the same requests, so the
         first of them computes it for all."""
         rows = request.query[position], request.key[: position + 1], request.value[: position + 1]
-        name = f"{self.algorithm.name} {self.algorithm.max_query_len} {position}".encode()
+        name = f"{type(self.algorithm).__name__} {self.algorithm.max_query_len} {position}".encode()
         inputs = sha256(b"".join((name, *(each.numpy().tobytes() for each in rows)))).digest()
         if inputs not in EXPECTED:
             EXPECTED[inputs] = self.compute_expected(request, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,32 @@ def test_selected_units_are_whole_when_blocks_come_and_go(query_len: int, seed: 
             life.move()
         life.step()
         life.buffer.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda units: units.long(), f"torch.int64 [1, {NUM_HEADS}, {NUM_SELECTED}]"),
+        (lambda units: units[..., 1:], f"torch.int32 [1, {NUM_HEADS}, {NUM_SELECTED - 1}]"),
+        (lambda units: units[:, :1], f"torch.int32 [1, 1, {NUM_SELECTED}]"),
+        (lambda units: units.repeat(2, 1, 1), f"torch.int32 [2, {NUM_HEADS}, {NUM_SELECTED}]"),
+        (lambda units: units >= 0, f"torch.bool [1, {NUM_HEADS}, {NUM_SELECTED}]"),
+        (lambda units: units.tolist(), "list"),
+        (lambda units: None, "NoneType"),
+    ],
+)
+def test_an_algorithm_that_returns_no_selection_is_refused(change: Any, got: str) -> None:
+    life = Life(random.Random(0), 1, 20)
+    life.buffer.step.plan(torch.tensor([FIRST_HOT_BLOCK_ID]).int(), torch.tensor([21]).int(), torch.tensor([1]).int())
+    algorithm = life.buffer.algorithm
+    key, query = torch.rand(1, NUM_HEADS, HEAD_SIZE), torch.rand(1, 4, HEAD_SIZE)
+    assert life.buffer.select(0, key, query).shape == (NUM_HEADS, NUM_SELECTED)
+    select = algorithm.retrieve_topk
+    algorithm.retrieve_topk = lambda *args: change(select(*args))
+    expected = f"torch.int32 [1, {NUM_HEADS}, {NUM_SELECTED}] (batch, KV heads, num_selected)"
+    message = (
+        f"retrieve_topk of StreamingLLM returned {got}, expected {expected}. Return what self.select(...) returns."
+    )
+    with pytest.raises(ValueError) as error:
+        life.buffer.select(0, key, query)
+    assert str(error.value) == message

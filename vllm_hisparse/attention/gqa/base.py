@@ -29,11 +29,12 @@ class HotGQAAttention(Attention):
         config = HiSparseConfig.from_vllm_config(vllm_config)
         num_layers, num_full_kv = _num_layers(vllm_config)
         if spec.block_size % config.tokens_per_unit:
+            has_option = "page_size" in config.algorithm_class.Options.model_fields
             raise HiSparseConfigError(
-                "algorithm_options.page_size",
+                "algorithm_options.page_size" if has_option else f"unit_tokens of '{config.algorithm}'",
                 config.tokens_per_unit,
                 f"a divisor of --block-size ({spec.block_size})",
-                "Choose another page_size, or a multiple of it for --block-size.",
+                "Choose another size of units, or a multiple of it for --block-size.",
             )
         token_bytes, draft_rows = row_bytes(spec), _draft_rows(vllm_config)
         layout = KVLayout(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_hisparse.algorithms.base import SparseAlgorithm
+from vllm_hisparse.algorithms.base import SparseAlgorithm, check_selection
 from vllm_hisparse.kv_manager.rows.algorithm_state import AlgorithmState, KeySpan
 from vllm_hisparse.kv_manager.rows.decode_step import GQADecodeStep
 from vllm_hisparse.kv_manager.rows.hot_buffer import HotBuffer, HotBufferShape
@@ -82,6 +82,7 @@ class GQAHotBuffer(HotBuffer):
             requests = units.request_indices[i, :batch]
             self.algorithm.update_representations(state, requests, keys[:, i], units.positions[i, :batch])
             selection = self.algorithm.retrieve_topk(state, requests, queries[:, i], units.num_tokens[i, :batch])
+            check_selection(self.algorithm, selection, batch)
             selections.append(selection.flatten(0, 1))
         return torch.cat(selections, 1) if max_query_len > 1 else selections[0]
 
