@@ -863,6 +863,27 @@ def test_a_whole_remote_prompt_is_reserved_on_the_host_before_the_pull() -> None
     assert engine.half.take_stats().data["gauges"]["requests_waiting_for_host_memory"] == 1
 
 
+@pytest.mark.parametrize(
+    ("is_elastic", "option", "is_limited", "warns"),
+    [
+        (True, "auto", True, False),
+        (False, "auto", False, True),
+        (True, "off", False, False),
+        (False, "off", False, False),
+    ],
+)
+def test_admission_that_has_no_effect_is_logged(
+    monkeypatch: pytest.MonkeyPatch, is_elastic: bool, option: str, is_limited: bool, warns: bool
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "warning", lambda message, *args: warnings.append(message % args))
+    engine = ScriptedEngine(options={"admission": option, "elastic": is_elastic}, is_elastic=is_elastic)
+    assert (engine.half.admission is not None) == is_limited
+    assert [message.startswith("HiSparse: admission is 'auto', which has no effect") for message in warnings] == [
+        True
+    ] * warns
+
+
 # Request log
 
 

@@ -96,6 +96,11 @@ class HiSparseSchedulerConnector:
         if config.controls_admission(self.layout.max_query_len):
             sizes = config.selection_size, self.layout.unit_bytes, max_num_running, self.layout.max_query_len
             self.admission = AdmissionControl(*sizes)
+        elif config.admission == "auto":
+            logger.warning(
+                "HiSparse: admission is 'auto', which has no effect if elastic is false, with drafts, or with pages: "
+                "requests start as soon as there is memory for them. Remove the option, or limit --max-num-seqs."
+            )
         self.rows_by_layer: RowsByLayer | None = None
         if config.log_rows_by_layer:
             self.rows_by_layer = RowsByLayer(self.layout, config.selection_size, config.rows, config.elastic)
