@@ -20,6 +20,7 @@ from vllm_hisparse.config import (
     REFUSED_MODELS,
     HiSparseConfig,
     HiSparseConfigError,
+    max_num_running,
 )
 
 GIB = {"host_pool_gib": 2.0}
@@ -986,3 +987,9 @@ def test_algorithms_that_do_not_fit_the_model_are_refused() -> None:
     check_parts(message, "algorithm", "'quest'", "selects blocks itself, for which algorithm is msa", "Serve another")
     message = refusal({**GIB, "algorithm": "msa"}, device_config__device_type="cuda")
     check_parts(message, "algorithm", "'msa'", "sparse_attention_config in its config.json", "remove algorithm")
+
+
+@pytest.mark.parametrize(("active", "expected"), [(None, 8), (3, 3)])
+def test_requests_that_may_run_at_once(active: int | None, expected: int) -> None:
+    limits = SimpleNamespace(max_num_seqs=8, max_num_active_seqs=active)
+    assert max_num_running(SimpleNamespace(scheduler_config=limits)) == expected

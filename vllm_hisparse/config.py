@@ -443,6 +443,12 @@ def shares_host_pool(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config.use_mla and vllm_config.parallel_config.tensor_parallel_size > 1
 
 
+def max_num_running(vllm_config: VllmConfig) -> int:
+    """Number of requests that vLLM lets run at once."""
+    limits = vllm_config.scheduler_config
+    return limits.max_num_active_seqs or limits.max_num_seqs
+
+
 def max_query_len(vllm_config: VllmConfig) -> int:
     """Return the largest number of tokens that a decoding request computes in a step: one and its drafts."""
     drafts = vllm_config.speculative_config

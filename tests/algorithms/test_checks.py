@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from vllm_hisparse.algorithms.base import AlgorithmOptions, SparseAlgorithm, StateField
 from vllm_hisparse.algorithms.quest import Quest
 from vllm_hisparse.algorithms.registry import AlgorithmRefused, check_class, find_algorithm
-from vllm_hisparse.algorithms.testing import results
+from vllm_hisparse.algorithms.testing import SHAPE, results
 from vllm_hisparse.cli.main import app
 from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
 
@@ -137,18 +138,116 @@ class Whole(MeanPage):
         return super().select(scores, num_tokens, torch.ones(len(scores), self.max_units))
 
 
+class Integers(MeanPage):
+    def select(self, scores, num_tokens, keep=None):
+        return super().select(scores.long(), num_tokens, keep)
+
+
+class Beyond(Changed):
+    """Selects a unit beyond the request, in place of one before the newest."""
+
+    def change(self, selection, num_tokens):
+        newest = ((num_tokens[:, None, None] - 1) // PAGE).int()
+        is_changed = (selection >= 0).sum(-1, keepdim=True) > 1
+        is_first = torch.arange(selection.shape[-1]) == 0
+        changed = torch.where(is_changed & (selection == newest), newest + 1, selection)
+        return torch.where(is_changed & is_first, newest, changed)
+
+
+class Floats(MeanPage):
+    """Takes keys and queries for float32."""
+
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        query.view(torch.int32)
+        assert query.dtype == torch.float32, "expected float32"
+        return super().retrieve_topk(state, request_indices, query, num_tokens)
+
+
+class OnTheObject(MeanPage):
+    """Keeps the last key on the object."""
+
+    def update_representations(self, state, request_indices, keys, positions):
+        self.last = getattr(self, "last", keys) if positions.min() % 2 else keys
+        super().update_representations(state, request_indices, self.last[: len(keys)], positions)
+
+
+class NewTokens(MeanPage):
+    """Takes new tokens for larger than those of a prompt."""
+
+    def update_representations(self, state, request_indices, keys, positions):
+        super().update_representations(state, request_indices, keys * 5, positions)
+
+
+class ByList(MeanPage):
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        assert max(num_tokens.tolist()) >= 0
+        return super().retrieve_topk(state, request_indices, query, num_tokens)
+
+
+class OnTheHost(MeanPage):
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        assert num_tokens.cpu() is not None
+        return super().retrieve_topk(state, request_indices, query, num_tokens)
+
+
+class Counts(MeanPage):
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        torch.bincount(num_tokens)
+        return super().retrieve_topk(state, request_indices, query, num_tokens)
+
+
+class NonZero(MeanPage):
+    def update_representations(self, state, request_indices, keys, positions):
+        torch.nonzero(positions)
+        super().update_representations(state, request_indices, keys, positions)
+
+
+class OfOwnLength(MeanPage):
+    """Repeats by values on the device."""
+
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        num_tokens.repeat_interleave(torch.ones_like(num_tokens))
+        return super().retrieve_topk(state, request_indices, query, num_tokens)
+
+
+class KeepsTheRules(MeanPage):
+    """Operations that look like others that wait for the device."""
+
+    def update_representations(self, state, request_indices, keys, positions):
+        old = state["sums"][request_indices, positions // PAGE]
+        old[positions % PAGE == 0] = 0
+        old.index_fill_(0, torch.zeros(0).long(), 0)
+        state["sums"][request_indices, positions // PAGE] = keys + old
+
+    def retrieve_topk(self, state, request_indices, query, num_tokens):
+        num_tokens.repeat_interleave(torch.ones_like(num_tokens), output_size=len(num_tokens))
+        same = query.index_select(0, torch.arange(len(query)))
+        return super().retrieve_topk(state, request_indices, same, num_tokens)
+
+    def select(self, scores, num_tokens, keep=None):
+        nothing = torch.zeros(1, 1, self.max_units, dtype=torch.bool)
+        return super().select(scores, num_tokens, keep=nothing)
+
+
+class Heads64(MeanPage):
+    @classmethod
+    def refuse(cls, options, shape):
+        return "heads of a multiple of 64 elements" if shape.head_size % 64 else None
+
+
 def failures(algorithm: type[SparseAlgorithm]) -> dict[str, str]:
     return {rule: str(error) for rule, error in results(algorithm) if error is not None}
 
 
 def test_an_algorithm_that_keeps_the_rules_passes() -> None:
-    assert failures(MeanPage) == {} and len(list(results(MeanPage))) == 10
+    assert failures(KeepsTheRules) == {}
+    assert failures(MeanPage) == {} and len(list(results(MeanPage))) == 12
 
 
 @pytest.mark.parametrize(
     ("algorithm", "rule", "message"),
     [
-        (Reads, "reads no value on the host", "_local_scalar_dense"),
+        (Reads, "reads no value on the host", "item"),
         (Masks, "reads no value on the host", "an index by a mask"),
         (KeepsDrafts, "Rejected drafts leave nothing behind", "selects without drafts"),
         (KeepsTheTurn, "goes on from the start of a unit", "to be forgotten when positions from"),
@@ -156,6 +255,16 @@ def test_an_algorithm_that_keeps_the_rules_passes() -> None:
         (FirstKey, "how a prompt is divided", "the selection of one chunk"),
         (FirstRequest, "Requests of a batch", "what the request selects alone"),
         (Writes, "changes no state", "leaves the field 'sums' as it is"),
+        (Integers, "right shape and dtype", "got torch.int64 [1, 2, 51], expected float [1, 2, 51]"),
+        (Beyond, "right shape and dtype", "no unit beyond the"),
+        (Floats, "in bfloat16", "expected float32"),
+        (OnTheObject, "All state is in the fields", "kept outside of the fields"),
+        (NewTokens, "how a prompt is divided", "chunks cut at"),
+        (ByList, "reads no value on the host", "tolist"),
+        (OnTheHost, "reads no value on the host", "cpu"),
+        (Counts, "reads no value on the host", "bincount"),
+        (NonZero, "reads no value on the host", "nonzero"),
+        (OfOwnLength, "reads no value on the host", "repeat_interleave"),
         (Long, "right shape and dtype", "Long returned torch.int64 [1, 2, 9], expected torch.int32 [1, 2, 9]"),
         (Backwards, "right shape and dtype", "valid units first, then -1"),
         (Repeats, "right shape and dtype", "distinct units"),
@@ -163,7 +272,11 @@ def test_an_algorithm_that_keeps_the_rules_passes() -> None:
         (Padding, "A place without tokens", "only -1"),
         (Infinite, "A budget of all tokens", "without [3]"),
         (Narrow, "right shape and dtype", "scores of select in Narrow: got torch.float32 [1, 2, 50], expected float"),
-        (Whole, "right shape and dtype", "keep of select in Whole: got torch.float32 [1, 1, 51], expected bool"),
+        (
+            Whole,
+            "right shape and dtype",
+            "keep of select in Whole: got torch.float32 [1, 51], expected bool [1, 2, 51]",
+        ),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -206,6 +319,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "class Base(SparseAlgorithm):\n    def retrieve_topk(self, *args): pass\n"
         "class Zero(Base):\n    @classmethod\n    def unit_tokens(cls, options): return 0\n"
         "class Half(Base):\n    @classmethod\n    def min_budget(cls, options): return 0.5\n"
+        "class Raises(Base):\n    @classmethod\n    def unit_tokens(cls, options): return options.pages\n"
         "class Method(Base):\n    def unit_tokens(self, options): return 16\n"
         "class Dict(Base):\n    Options = dict\n"
         "class Family(Base):\n    model_family = 'mla'\n"
@@ -225,6 +339,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("own_module.Abstract", "a class with the method retrieve_topk. Write it."),
         ("own_module.Zero", "a class whose unit_tokens returns a whole number from 1 on; it returns 0. Correct"),
         ("own_module.Half", "a class whose min_budget returns a whole number from 1 on; it returns 0.5. Correct"),
+        ("own_module.Raises", "a class whose unit_tokens returns a number; it fails with AttributeError: "),
         ("own_module.Method", "a class whose unit_tokens is a classmethod. Decorate it with @classmethod."),
         ("own_module.Dict", "a class whose Options is a subclass of AlgorithmOptions. Correct the class."),
         ("own_module.Family", "a SparseAlgorithm for dense models (model_family 'gqa'). Derive the class"),
@@ -253,8 +368,13 @@ def test_the_traceback_says_where_a_module_fails(module: str) -> None:
 def test_check_class_takes_what_is_complete() -> None:
     check_class(Quest, Quest.Options())
     check_class(find_algorithm("dsa"), AlgorithmOptions())
-    with pytest.raises(AlgorithmRefused, match="an algorithm for dense models"):
-        next(results("dsa"))
+    for name in ("dsa", "msa"):
+        with pytest.raises(AlgorithmRefused, match="an algorithm for dense models"):
+            next(results(name))
+    with pytest.raises(AlgorithmRefused, match="for heads of 16 elements: heads of a multiple of 64"):
+        next(results(Heads64))
+    large = replace(SHAPE, head_size=64, num_heads=4, num_kv_heads=4)
+    assert [error for _, error in results(Heads64, shape=large) if error] == []
 
 
 def run(*arguments: str, folder: Path | None = None) -> tuple[int, str]:
@@ -264,8 +384,8 @@ def run(*arguments: str, folder: Path | None = None) -> tuple[int, str]:
 
 
 def test_the_command_shows_what_passes_and_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, output = run("quest", "--algorithm-options", '{"page_size": 8}')
-    assert code == 0 and output.count("passed") == 10 and "failed" not in output
+    code, output = run("quest", "--algorithm-options", '{"page_size": 8}', "--head-size", "8")
+    assert code == 0 and output.count("passed") == 12 and "failed" not in output
     (tmp_path / "in_this_folder.py").write_text(
         "from vllm_hisparse.algorithms.quest import Quest\n"
         "class Fails(Quest):\n"
@@ -275,7 +395,7 @@ def test_the_command_shows_what_passes_and_what_fails(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     code, output = run("in_this_folder.Fails")
-    assert code == 1 and output.count("passed") < 10
+    assert code == 1 and output.count("passed") < 12
     assert f"RuntimeError: in retrieve_topk ({tmp_path / 'in_this_folder.py'}, line 4)" in output
 
 
@@ -287,6 +407,7 @@ def test_the_command_shows_what_passes_and_what_fails(tmp_path: Path, monkeypatc
         (("quest", "--algorithm-options", "[]"), "got '[]', expected a JSON object (no object)"),
         (("quest", "--algorithm-options", '{"page_size": 0}'), "page_size: got 0: Input should be greater than"),
         (("pq_cache", "--algorithm-options", '{"num_subspaces": 5}'), "for heads of 16 elements"),
+        (("quest", "--num-kv-heads", "4"), "got 4, expected a divisor of 6"),
     ],
 )
 def test_the_command_refuses_bad_input(arguments: tuple[str, ...], expected: str) -> None:

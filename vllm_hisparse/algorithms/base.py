@@ -216,6 +216,8 @@ class SparseAlgorithm(Selector, ABC):
     ) -> torch.Tensor:
         """Select the units that a token attends to; the unit of the newest token is always among them.
 
+        With a budget of all tokens, all units are selected.
+
         Args:
             state: state of one layer, not changed.
             request_indices: [batch] int64 index of each request, as in `update_representations`.
@@ -235,7 +237,7 @@ class SparseAlgorithm(Selector, ABC):
                 unit with minus infinity or NaN is never selected, even if there is room.
             num_tokens: [batch] int64 tokens of each request.
             keep: [batch, max_units] or [batch, num_kv_heads, max_units] bool, True for units that are always selected;
-                None: no such units.
+                the first two sizes may be 1. None: no such units.
 
         Returns:
             The same as `retrieve_topk`.
@@ -243,24 +245,24 @@ class SparseAlgorithm(Selector, ABC):
         Raises:
             ValueError: an argument has another dtype or shape.
         """
-        batch, num_heads = len(num_tokens), self.shape.num_kv_heads
-        self._check("scores", scores, scores.is_floating_point(), (batch, num_heads, self.max_units))
+        shape = len(num_tokens), self.shape.num_kv_heads, self.max_units
+        if scores.shape != shape or not scores.is_floating_point():
+            raise self._refusal("scores", scores, "float", shape)
         scores = scores.float()
         if keep is not None:
             by_head = keep[:, None] if keep.dim() == 2 else keep
-            heads = 1 if keep.dim() == 2 else num_heads
-            self._check("keep", by_head, keep.dtype == torch.bool, (batch, heads, self.max_units))
+            fits = by_head.dim() == 3 and by_head.shape[2] == shape[2]
+            fits = fits and all(size in (1, most) for size, most in zip(by_head.shape, shape, strict=True))
+            if keep.dtype != torch.bool or not fits:
+                raise self._refusal("keep", keep, "bool", shape)
             scores = scores.masked_fill(by_head, float("inf"))
         return select_units(scores.contiguous(), num_tokens, self.tokens_per_unit, self.num_selected)
 
-    def _check(self, name: str, given: torch.Tensor, has_dtype: bool, shape: tuple[int, ...]) -> None:
-        """Refuse an argument of `select`. name: argument's name. has_dtype: False if its dtype is another one."""
-        if has_dtype and given.shape == shape:
-            return
-        kind = "bool" if name == "keep" else "float"
-        raise ValueError(
+    def _refusal(self, name: str, given: torch.Tensor, kind: str, shape: tuple[int, ...]) -> ValueError:
+        """Return the error of an argument of `select`."""
+        return ValueError(
             f"{name} of select in {type(self).__qualname__}: got {given.dtype} {list(given.shape)}, expected {kind} "
-            f"{list(shape)} (batch, KV heads{' or 1' if name == 'keep' else ''}, max_units)"
+            f"{list(shape)} (batch, KV heads, max_units)"
         )
 
     def group_queries(self, query: torch.Tensor) -> torch.Tensor:

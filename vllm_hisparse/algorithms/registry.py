@@ -99,7 +99,13 @@ def check_class(algorithm: type[Selector], options: AlgorithmOptions) -> None:
             continue
         if not isinstance(getattr(method, "__self__", None), type):
             raise AlgorithmRefused(f"a class whose {name} is a classmethod", "Decorate it with @classmethod.")
-        number = method(options)
+        try:
+            number = method(options)
+        except Exception as error:  # NOTE: a method may raise anything
+            raise AlgorithmRefused(
+                f"a class whose {name} returns a number; it fails with {type(error).__name__}: {error}",
+                "Correct the method.",
+            ) from error
         if type(number) is not int or number < 1:
             raise AlgorithmRefused(
                 f"a class whose {name} returns a whole number from 1 on; it returns {number!r}", "Correct the method."

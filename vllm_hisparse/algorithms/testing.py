@@ -7,12 +7,14 @@ have left it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_hisparse.algorithms.base import AttentionShape, SparseAlgorithm, State, check_selection
@@ -127,19 +129,38 @@ def _expect(holds: bool, expected: str) -> None:
         raise AlgorithmError(f"expected {expected}")
 
 
-class _HostReads(TorchDispatchMode):
+class _HostReads(TorchFunctionMode):
+    """Refuses calls that read values on the host."""
+
+    NAMES = frozenset({"tolist", "item", "cpu", "numpy", "__array__"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        _expect(name not in self.NAMES, f"no operation that waits for the device; got {name}")
+        return func(*args, **(kwargs or {}))
+
+
+class _WaitingOperations(TorchDispatchMode):
     """Refuses operations that wait for the device, or whose result has a size that depends on values."""
 
-    NAMES = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"})
+    NAMES = frozenset(
+        (
+            *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "repeat_interleave"),
+            *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+        )
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
-        masks = [each for each in args[1] if each is not None] if name.startswith("index") and len(args) > 1 else []
-        by_mask = isinstance(masks, list) and any(
-            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in masks
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        # NOTE: a number that is written under a mask is a fill by the mask, which waits for nothing.
+        is_fill = name.startswith("index_put") and args[2].dim() == 0 and args[2].device.type == "cpu"
+        by_mask = not is_fill and any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices
         )
+        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is not None
         _expect(
-            name not in self.NAMES and not by_mask,
+            (name not in self.NAMES or sized) and not by_mask,
             f"no operation that waits for the device; got {'an index by a mask' if by_mask else name}",
         )
         return func(*args, **(kwargs or {}))
@@ -202,6 +223,15 @@ class Subject:
 
 def check_selections(subject: Subject) -> None:
     """A selection has the right shape and dtype, fits the budget, and includes the newest unit."""
+    _check_selections(subject)
+
+
+def check_dtype(subject: Subject) -> None:
+    """The same holds for keys and queries in bfloat16."""
+    _check_selections(replace(subject, shape=replace(subject.shape, dtype=torch.bfloat16)))
+
+
+def _check_selections(subject: Subject) -> None:
     algorithm = subject.make()
     for num_prompt, num_new in ((0, 1), (1, 1), (subject.length(3), 2), (subject.length(70), 9)):
         num_tokens = num_prompt + num_new
@@ -247,6 +277,10 @@ def check_batch(subject: Subject) -> None:
     query = torch.cat([subject.query(request + 1) for request in lengths])
     selection = algorithm.retrieve_topk(together, requests, query, positions + 1)
     check_selection(algorithm, selection, len(lengths))
+    padded = algorithm.retrieve_topk(
+        together, requests[[0, 1, 2, 2]], query[[0, 1, 2, 2]], torch.cat([positions + 1, torch.zeros(1).long()])
+    )
+    _expect(torch.equal(padded[:3], selection), "the same selection beside padding, which may repeat a request")
     for index, (request, length) in enumerate(lengths.items()):
         alone = represent(algorithm, keys[request], length)
         expected = chosen(retrieve(algorithm, alone, query[index : index + 1], length + 1))
@@ -277,7 +311,7 @@ def check_chunks(subject: Subject) -> None:
         return
     expected = subject.selections(algorithm, represent(algorithm, keys, num_tokens), num_tokens)
     for num_prompt, cuts in (
-        (num_tokens, (1, 1, subject.length(33), subject.length(34))),
+        (num_tokens, (1, subject.length(33), subject.length(34))),
         (subject.length(61), (subject.length(17),)),
         (0, ()),
     ):
@@ -296,6 +330,21 @@ def check_represented_again(subject: Subject) -> None:
     construct(algorithm, state, keys, first, num_tokens)
     got = subject.selections(algorithm, state, num_tokens)
     _expect(got == expected, f"tokens from {first} on to be forgotten when positions from {first} on come again")
+
+
+def check_layers(subject: Subject) -> None:
+    """All state is in the fields, because one object serves all layers."""
+    algorithm, num_prompt, num_tokens = subject.make(), subject.length(50), subject.length(60)
+    layers = [subject.keys(num_tokens, seed) for seed in (11, 12)]
+    expected = [
+        subject.selections(subject.make(), represent(subject.make(), keys, num_prompt), num_tokens) for keys in layers
+    ]
+    states = [represent(algorithm, keys[:num_prompt], num_prompt) for keys in layers]
+    for position in range(num_prompt, num_tokens):
+        for keys, state in zip(layers, states, strict=True):
+            update(algorithm, state, keys[position], position)
+    got = [subject.selections(algorithm, state, num_tokens) for state in states]
+    _expect(got == expected, "what a layer selects alone; something is kept outside of the fields")
 
 
 def check_restart(subject: Subject) -> None:
@@ -342,23 +391,26 @@ def check_host_reads(subject: Subject) -> None:
     keys = subject.keys(num_tokens + 1)
     state = represent(algorithm, keys[:num_tokens], num_tokens)
     requests, positions = torch.tensor([REQUEST]), torch.tensor([num_tokens])
-    if algorithm.graph_capturable:
-        with _HostReads():
-            algorithm.update_representations(state, requests, keys[num_tokens:], positions)
-    else:
+    query, num_all = subject.query(1), positions + 1
+    with ExitStack() as stack:
+        if algorithm.graph_capturable:
+            stack.enter_context(_HostReads())
+            stack.enter_context(_WaitingOperations())
         algorithm.update_representations(state, requests, keys[num_tokens:], positions)
-    with _HostReads():
-        algorithm.retrieve_topk(state, requests, subject.query(1), positions + 1)
+    with _HostReads(), _WaitingOperations():
+        algorithm.retrieve_topk(state, requests, query, num_all)
 
 
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     check_selections,
+    check_dtype,
     check_everything,
     check_no_tokens,
     check_batch,
     check_state_is_kept,
     check_chunks,
     check_represented_again,
+    check_layers,
     check_restart,
     check_drafts,
     check_host_reads,
@@ -366,27 +418,28 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
 
 
 def results(
-    algorithm: str | type[SparseAlgorithm], options: dict[str, Any] | None = None
+    algorithm: str | type[SparseAlgorithm], options: dict[str, Any] | None = None, shape: AttentionShape = SHAPE
 ) -> Iterator[tuple[str, Exception | None]]:
     """Yield the rule of each check, and the error with which it fails; None if it passes.
 
     Args:
         algorithm: class, or its dotted path.
         options: `algorithm_options`; None: the defaults.
+        shape: sizes of the layers.
 
     Raises:
         AlgorithmRefused: there is no such algorithm, or it cannot be used.
         ValidationError: an option is unknown or out of range.
     """
     cls = find_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-    if not issubclass(cls, SparseAlgorithm):
-        raise AlgorithmRefused("an algorithm for dense models", "Name one.")
+    if not issubclass(cls, SparseAlgorithm) or cls.model_family != "gqa":
+        raise AlgorithmRefused("an algorithm for dense models, such as quest", "Name another one.")
     parsed = cls.Options(**(options or {}))
     check_class(cls, parsed)
-    subject = Subject(cls, parsed)
-    refused = cls.refuse(parsed, subject.shape)
+    subject = Subject(cls, parsed, shape)
+    refused = cls.refuse(parsed, shape)
     if refused is not None:
-        raise AlgorithmRefused(f"for heads of {subject.shape.head_size} elements: {refused}", "Correct the options.")
+        raise AlgorithmRefused(f"for heads of {shape.head_size} elements: {refused}", "Pass the sizes of your model.")
     for each in CHECKS:
         error: Exception | None = None
         try:
@@ -396,12 +449,14 @@ def results(
         yield (each.__doc__ or each.__name__).strip(), error
 
 
-def check(algorithm: str | type[SparseAlgorithm], options: dict[str, Any] | None = None) -> None:
+def check(
+    algorithm: str | type[SparseAlgorithm], options: dict[str, Any] | None = None, shape: AttentionShape = SHAPE
+) -> None:
     """Run all checks, for a test; arguments as in `results`.
 
     Raises:
         AlgorithmError, or what the algorithm raises: the first check that fails.
     """
-    for _, error in results(algorithm, options):
+    for _, error in results(algorithm, options, shape):
         if error is not None:
             raise error

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,14 +21,20 @@ from rich.table import Table
 def check_algorithm_command(
     algorithm: Annotated[str, typer.Argument(help="Dotted path of the class, or a name such as quest.")],
     algorithm_options: Annotated[str, typer.Option(help="Options of the algorithm, a JSON object.")] = "{}",
+    num_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 6,
+    num_kv_heads: Annotated[int, typer.Option(min=1, help="KV heads, a divisor of the query heads.")] = 2,
+    head_size: Annotated[int, typer.Option(min=1, help="Elements of a key.")] = 16,
 ) -> None:
     """Check an algorithm of your own on random keys, in seconds, without an engine. Exits with 1 if a check fails.
 
     The class is looked up on PYTHONPATH and in the current directory.
     """
     from vllm_hisparse.algorithms.registry import AlgorithmRefused
-    from vllm_hisparse.algorithms.testing import results
+    from vllm_hisparse.algorithms.testing import SHAPE, results
 
+    if num_heads % num_kv_heads:
+        raise typer.BadParameter(f"got {num_kv_heads}, expected a divisor of {num_heads}", param_hint="--num-kv-heads")
+    shape = replace(SHAPE, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size)
     sys.path.append(os.getcwd())
     table, failures = Table(box=box.SIMPLE), []
     table.add_column("check")
@@ -39,7 +47,7 @@ def check_algorithm_command(
         message = f"got {algorithm_options!r}, expected a JSON object ({invalid})"
         raise typer.BadParameter(message, param_hint="--algorithm-options") from None
     try:
-        for rule, error in results(algorithm, options):
+        for rule, error in results(algorithm, options, shape):
             table.add_row(escape(rule), "[green]passed[/]" if error is None else "[red]failed[/]")
             if error is not None:
                 failures.append((rule, error))
@@ -59,11 +67,15 @@ def check_algorithm_command(
 
 def _describe(error: Exception) -> str:
     """Return the text of an error, with the line of the algorithm that raised it."""
+    import torch
+
+    import vllm_hisparse
     from vllm_hisparse.algorithms.testing import AlgorithmError
 
     if isinstance(error, AlgorithmError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "vllm_hisparse" not in frame.filename and "site-packages" not in frame.filename]
+    others = (str(Path(vllm_hisparse.__file__).parent), str(Path(torch.__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError
+from vllm_hisparse.config import HiSparseConfig, HiSparseConfigError, max_num_running
 from vllm_hisparse.connector.import_buffer import check_buffer_size
 from vllm_hisparse.connector.metadata import HiSparseHandshakeMetadata
 from vllm_hisparse.connector.metrics import HiSparsePromMetrics, HiSparseStats
@@ -80,9 +80,7 @@ class HiSparseHostConnector(KVConnectorBase_V1, SupportsHMA):
                 enable_caching=vllm_config.cache_config.enable_prefix_caching,
                 transport=NixlSchedulerTransport(*args, config.prefill_tp_size) if is_pd else None,
                 max_num_seqs=limits.max_num_seqs,
-                max_num_running=limits.max_num_seqs
-                if limits.max_num_active_seqs is None
-                else limits.max_num_active_seqs,
+                max_num_running=max_num_running(vllm_config),
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 num_host_pools=num_host_pools(vllm_config),
