@@ -59,6 +59,7 @@ def test_alerts_fire(tmp_path: Path):
         **{name + '{instance="a"}': "95+0x60" if name.endswith("used") else "1+0x60" for name in pool},
         'vllm:hisparse_requests_waiting_for_host_memory{instance="a"}': "3+0x60",
         'vllm:hisparse_transfer_failures_total{instance="a"}': "0+1x60",
+        'vllm:hisparse_transfers_refused_total{instance="a"}': "0+1x60",
         'vllm:num_requests_kv_fetch_by_stage{instance="a",stage="in_progress"}': "2+0x60",
         'vllm:hisparse_transfers_total{instance="a"}': "7+0x60",
         'vllm:nixl_num_kv_expired_reqs_total{instance="a",role="prefill"}': "0+1x60",

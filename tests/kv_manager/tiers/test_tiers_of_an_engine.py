@@ -137,8 +137,12 @@ def exchange(path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("damage", [damage_content, cut_off, exchange, Path.unlink])
-def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage) -> None:
+def test_a_damaged_block_is_a_miss(
+    engine: TieredEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage
+) -> None:
     """And the good one that is computed takes its place."""
+    warnings: list[str] = []
+    monkeypatch.setattr(prefix_loads.logger, "warning", lambda message, *args: warnings.append(message % args))
     request, _ = engine.answer("first", PROMPT)
     forget(engine, PROMPT)
     engine.forget_buffer()  # the transfer buffer may still hold the blocks
@@ -146,7 +150,9 @@ def test_a_damaged_block_is_a_miss(engine: TieredEngine, tmp_path: Path, damage)
     damage(third)
     _, counted = engine.answer("again", PROMPT)
     assert counted["host_prefix_tokens"] == 4 * 2
-    assert counted["tier_damaged_blocks"] == (damage in (damage_content, exchange))
+    is_damaged = damage in (damage_content, exchange)
+    assert counted["tier_damaged_blocks"] == is_damaged
+    assert len(warnings) == is_damaged and all(f"A block from fs at {tmp_path}" in text for text in warnings)
     forget(engine, PROMPT)
     engine.forget_buffer()
     _, counted = engine.answer("repaired", PROMPT)

@@ -23,6 +23,7 @@ LOADS_SHARE = 0.5  # share of the transfer buffer for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source; each doubles the last
 MIN_LOOKS = 10  # least checks of a load before it is given up: at most a tenth of its timeout counts between two checks
 MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
+WARNING_PERIOD_S = 600.0
 MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
 COUNTERS = (
     "tier_loaded_blocks",
@@ -190,6 +191,7 @@ class PrefixLoads:
         self._waiting: dict[str, float] = {}  # requests that wait for another load to end -> since when
         self._ended: dict[str, Counter[CacheHitSource]] = {}  # requests whose load is over -> sources of their blocks
         self._copies: list[_Copy] = []
+        self._next_warning_of_damage = -inf
         self._origins: OrderedDict[OffloadKey, Source] = OrderedDict()  # sources of blocks that were asked for
         num_chunks = int(manager.num_chunks * LOADS_SHARE)
         self._window = max(min(MAX_WINDOW, num_chunks // 2), 1)
@@ -439,6 +441,20 @@ class PrefixLoads:
                 load.loaded_from[copy.source.kind] += 1
         else:
             self._counters["tier_damaged_blocks"] += 1
+            self._warn_of_damage(copy.source)
             self.host_pool.unpin([copy.block_id])
             self.manager.discard(key)
             load.end = min(load.end, copy.index)
+
+    def _warn_of_damage(self, source: Source | None) -> None:
+        """Warn of a damaged block, at most once in `WARNING_PERIOD_S`."""
+        now = self._clock()
+        if now < self._next_warning_of_damage:
+            return
+        self._next_warning_of_damage = now + WARNING_PERIOD_S
+        logger.warning(
+            "A block from %s is not what was stored there, so it is computed again. Check the disk, and who else "
+            "writes to it. vllm:hisparse_tier_damaged_blocks counts such blocks; this warning comes once in %d minutes.",
+            source.name if source else "a tier",
+            WARNING_PERIOD_S / 60,
+        )
