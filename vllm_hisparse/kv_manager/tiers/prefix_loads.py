@@ -454,7 +454,7 @@ class PrefixLoads:
         self._next_warning_of_damage = now + WARNING_PERIOD_S
         logger.warning(
             "A block from %s is not what was stored there, so it is computed again. Check the disk, and who else "
-            "writes to it. vllm:hisparse_tier_damaged_blocks counts such blocks; this warning comes once in %d minutes.",
+            "writes to it. vllm:hisparse_tier_damaged_blocks counts such blocks; the next warning comes in %d minutes.",
             source.name if source else "a tier",
             WARNING_PERIOD_S / 60,
         )
