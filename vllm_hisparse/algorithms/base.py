@@ -182,9 +182,9 @@ class SparseAlgorithm(Selector, ABC):
         """Represent keys of a request that come from a prefill, a transfer or the host pool.
 
         The first call for a request has `first` 0, and perhaps no keys. A later call begins where the last one ended,
-        or before the last represented token, at the start of a unit: for example if a session's next turn begins, or a
-        request resumes. Then the tokens from `first` on must be forgotten, because they come again, or were rejected
-        drafts. The result must not depend on how the keys are divided among calls.
+        or before the last represented token, at the start of a unit: if a session's next turn begins, or if a prompt
+        goes on after a step that had few of its tokens. Then the tokens from `first` on must be forgotten, because they
+        come again, or were rejected drafts. The result must not depend on how the keys are divided among calls.
 
         Args:
             state: state of one layer, updated in place.
