@@ -158,7 +158,6 @@ class Floats(MeanPage):
     """Takes keys and queries for float32."""
 
     def retrieve_topk(self, state, request_indices, query, num_tokens):
-        query.view(torch.int32)
         assert query.dtype == torch.float32, "expected float32"
         return super().retrieve_topk(state, request_indices, query, num_tokens)
 
@@ -342,7 +341,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("own_module.Raises", "a class whose unit_tokens returns a number; it fails with AttributeError: "),
         ("own_module.Method", "a class whose unit_tokens is a classmethod. Decorate it with @classmethod."),
         ("own_module.Dict", "a class whose Options is a subclass of AlgorithmOptions. Correct the class."),
-        ("own_module.Family", "a SparseAlgorithm for dense models (model_family 'gqa'). Derive the class"),
+        ("own_module.Family", "(model_family 'gqa'). Derive the class from SparseAlgorithm, and leave model_family"),
         ("own_module.Missing", "a class of the module 'own_module', which has no 'Missing'. Correct the name."),
         ("own_module:Base", "a dot before the class, not a colon. Correct the name."),
         ("no_module.Base", "No module named 'no_module'. Correct the path, or set PYTHONPATH to the folder of the"),
@@ -377,7 +376,7 @@ def test_check_class_takes_what_is_complete() -> None:
     assert [error for _, error in results(Heads64, shape=large) if error] == []
 
 
-def run(*arguments: str, folder: Path | None = None) -> tuple[int, str]:
+def run(*arguments: str) -> tuple[int, str]:
     environment = {"COLUMNS": "200"}
     result = CliRunner().invoke(app, ["check-algorithm", *arguments], env=environment)
     return result.exit_code, result.output

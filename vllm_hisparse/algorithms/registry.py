@@ -53,7 +53,8 @@ def find_algorithm(name: str) -> type[Selector]:
         raise AlgorithmRefused(f"a subclass of SparseAlgorithm; it is {kind}", "Derive the class from SparseAlgorithm.")
     if name not in ALGORITHMS and not (issubclass(found, SparseAlgorithm) and found.model_family == "gqa"):
         raise AlgorithmRefused(
-            "a SparseAlgorithm for dense models (model_family 'gqa')", "Derive the class from SparseAlgorithm."
+            "a SparseAlgorithm for dense models (model_family 'gqa')",
+            "Derive the class from SparseAlgorithm, and leave model_family as it is.",
         )
     if not (isinstance(found.Options, type) and issubclass(found.Options, AlgorithmOptions)):
         raise AlgorithmRefused("a class whose Options is a subclass of AlgorithmOptions", "Correct the class.")

@@ -34,7 +34,7 @@ class AlgorithmError(AssertionError):
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of NaN, or of numbers that are too large for an index."""
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_floating_point:
         return torch.full(shape, float("nan"), dtype=dtype)
     return torch.full(shape, 1 if dtype == torch.bool else min(torch.iinfo(dtype).max, 250), dtype=dtype)
 

@@ -75,7 +75,7 @@ def _describe(error: Exception) -> str:
     if isinstance(error, AlgorithmError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    others = (str(Path(vllm_hisparse.__file__).parent), str(Path(torch.__file__).parent))
-    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    others = [Path(package.__path__[0]) for package in (vllm_hisparse, torch)]
+    own = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, others))]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -574,7 +574,7 @@ def _block_refusal(config: dict[str, Any]) -> str:
     if not any(_selecting(config)):
         return "no layer has an indexer (sparse_attention_freq): nothing selects positions"
     for name, expected in block_indexer_misfits(indexer, kv_heads):
-        return f"its {name} is {indexer[name]}, not {expected}"
+        return f"its {name} is {indexer.get(name)}, not {expected}"
     if indexer["sparse_topk_blocks"] < 1:
         return f"its sparse_topk_blocks is {indexer['sparse_topk_blocks']}, not at least 1"
     return _selection_refusal(indexer["sparse_topk_blocks"] * MSA_BLOCK_SIZE, MSA_UNIT)

@@ -23,7 +23,7 @@ LOADS_SHARE = 0.5  # share of the transfer buffer for the windows of all loads
 RETRY_S, MAX_RETRY_S = 30.0, 600.0  # first and longest pause of a silent source; each doubles the last
 MIN_LOOKS = 10  # least checks of a load before it is given up: at most a tenth of its timeout counts between two checks
 MAX_TIMEOUTS = 6.0  # timeouts that a load may take in all, however steadily its blocks come
-WARNING_PERIOD_S = 600.0
+WARNING_PERIOD_S = 600.0  # least time between two warnings of damaged blocks
 MAX_WAITING = 32  # requests that wait for another load to end: vLLM asks for each of them in every step
 COUNTERS = (
     "tier_loaded_blocks",
